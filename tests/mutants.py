@@ -1,14 +1,14 @@
-"""Do the tests notice? Faults are put into the code, one at a time, and the tests of the line run.
+"""Injects faults into the code, one at a time, and runs tests that cover the changed line.
 
-    python -m tests.mutants cover                 # all tests once, with the lines that each covers
-    python -m tests.mutants cover --tests "fast or slow or ranks"   # without jobs of their own
+    python -m tests.mutants cover                 # runs all tests under coverage
+    python -m tests.mutants cover --tests "fast or slow or ranks"   # without jobs
     python -m tests.mutants run --seed 37 --count 40
     python -m tests.mutants show
 
-A mutant turns a comparison, changes a constant, leaves out a call or swaps a branch, in what
-exchanges, plans, averages, restores and caches. It runs in a copy of the tree. A test that fails or
-that does not end within the limit has noticed ("killed"). Needs `pip install coverage`. Results are
-in build/mutants.json; a run that was interrupted goes on.
+A mutant negates a comparison, changes a constant, omits a call or swaps branches, in code that
+exchanges, plans, averages, restores or caches. It runs in a copy of the tree. A test that fails or
+exceeds the time limit detects ("kills") the mutant. Results are in build/mutants.json; an
+interrupted run resumes. Requires `pip install coverage`.
 """
 
 import argparse
@@ -53,7 +53,7 @@ source = tfposeidon, keras_callbacks, datacache
 
 
 def sources():
-    """Files in which faults are put."""
+    """Yields the files that mutants change."""
     folders = [ROOT / "tfposeidon" / name for name in CODE]
     folders += [ROOT / "keras_callbacks", ROOT / "datacache"]
     for folder in folders:
@@ -61,7 +61,7 @@ def sources():
 
 
 class Mutant:
-    """One change of a file: text between two places is replaced."""
+    """A change of one file, which replaces the text between two positions."""
 
     def __init__(self, kind, path, node, text):
         self.kind, self.text = kind, text
@@ -76,7 +76,7 @@ class Mutant:
         return f"{self.path}:{self.line}:{self._begin[1]} {self.kind}: {self.text}"
 
     def put_into(self, root):
-        """Changes the file in a copy of the tree."""
+        """Applies the change to a copy of the tree."""
         path = root / self.path
         lines = path.read_text().splitlines(keepends=True)
         (first, left), (last, right) = self._begin, self._end
@@ -86,9 +86,9 @@ class Mutant:
 
 
 def mutants_of(path):
-    """All changes of a file that are considered."""
+    """Yields all mutants of a file."""
     tree = ast.parse(path.read_text())
-    # Python 3.11 does not know where parts of formatted strings are.
+    # Python 3.11 has no correct positions of the parts of f-strings.
     strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     within = {part for string in strings for part in ast.walk(string)}
     for node in ast.walk(tree):
@@ -108,7 +108,7 @@ def mutants_of(path):
 
 
 def chosen(seed, count, lines):
-    """As many mutants of each kind, of lines that tests cover, by chance."""
+    """Draws equally many mutants of each kind from lines that tests cover."""
     found = {}
     for path in sources():
         for mutant in mutants_of(path):
@@ -119,7 +119,7 @@ def chosen(seed, count, lines):
 
 
 def covered():
-    """(file, line) -> tests that run it, those that run little first."""
+    """Maps (file, line) to the tests that execute it, those with the fewest lines first."""
     import coverage
 
     data = coverage.CoverageData(str(DATA))
@@ -139,7 +139,7 @@ def covered():
 
 
 def node_id(context):
-    """`tests.schemes.test_ops.Class.test_name` as pytest names it."""
+    """Converts `tests.schemes.test_ops.Class.test_name` to pytest's form."""
     words = context.split(".")
     module = next(
         n
@@ -162,7 +162,7 @@ def cover(options):
 
 
 def tried(mutant, tests):
-    """Puts a mutant into a copy of the tree and runs the tests of its line; how it fared."""
+    """Applies a mutant to a copy of the tree, and returns the outcome of the tests of its line."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.egg-info")
@@ -173,7 +173,7 @@ def tried(mutant, tests):
             outcome = _outcome(root, tests)
             if outcome != LATE:
                 return outcome
-            # Only if the same tests end without it.
+            # A timeout counts only if the same tests end without the mutant.
             (root / mutant.path).write_text(before)
             if _outcome(root, tests) == SURVIVED:
                 return outcome
@@ -188,12 +188,12 @@ LATE = f"killed: the tests did not end within {LIMIT_S} s"
 
 def _outcome(root, tests):
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    # A copy on the path goes before the package that is installed.
+    # The copy on the path takes precedence over the installed package.
     process = launch.start(command, {"PYTHONPATH": str(root)}, cwd=root)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # as an interrupt: its jobs end with it
+        process.terminate()  # like an interrupt, which ends its jobs
         try:
             process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -209,7 +209,7 @@ def _outcome(root, tests):
 
 
 def run(options):
-    """Tries the mutants that have no result yet."""
+    """Runs the tests of the mutants that have no result yet."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     lines = covered()
     for mutant in chosen(options.seed, options.count, lines):
@@ -228,7 +228,7 @@ def run(options):
 
 
 def show(_):
-    """Counts what was killed, and names the others."""
+    """Prints how many mutants were killed, and the names of the others."""
     results = json.loads(RESULTS.read_text())
     survivors = [name for name, found in results.items() if found["outcome"] == SURVIVED]
     print(f"{len(results) - len(survivors)} of {len(results)} killed", *survivors, sep="\n  ")
@@ -239,9 +239,9 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("cover", "run", "show"))
-    parser.add_argument("--seed", type=int, default=37, help="of the choice of mutants")
-    parser.add_argument("--count", type=int, default=40, help="of mutants")
-    parser.add_argument("--tests", metavar="MARKERS", help="that `cover` runs (all of them)")
+    parser.add_argument("--seed", type=int, default=37, help="seed of the choice of mutants (37)")
+    parser.add_argument("--count", type=int, default=40, help="number of mutants (40)")
+    parser.add_argument("--tests", metavar="MARKERS", help="tests that `cover` runs (all)")
     options = parser.parse_args()
     {"cover": cover, "run": run, "show": show}[options.what](options)
 

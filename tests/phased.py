@@ -1,4 +1,4 @@
-"""Training in phases of growing images, for the tests of `ProgressiveResize`."""
+"""Trains in phases with growing images, for the tests of `ProgressiveResize`."""
 
 import keras
 import numpy as np
@@ -11,10 +11,10 @@ TRACED = []
 
 
 class Model(keras.Sequential):
-    """Model for images of any size, which notes each trace of its train step."""
+    """Model for images of any size that counts the traces of its train step."""
 
     def train_step(self, data):
-        """Trains on a batch."""
+        """Counts a trace, and trains on a batch."""
         TRACED.append(1)
         return super().train_step(data)
 
@@ -48,7 +48,7 @@ def data_of(phase, batches=3):
 
 
 def train(model, resize, checkpoint=None, before=(), after=lambda phase: None):
-    """Trains all phases that are left, and returns the rate at the end of each epoch."""
+    """Trains all remaining phases, and returns the learning rate at the end of each epoch."""
     rates = []
     for phase in resize.remaining(checkpoint.epoch_to_resume() if checkpoint else 0):
         history = model.fit(

@@ -8,7 +8,7 @@ __all__ = ["exchange_objects", "on_one_rank"]
 
 
 def on_one_rank(compute):
-    """Returns, on every rank, the result of a function on rank 0. The function has no collectives.
+    """Calls a function without collectives on rank 0, and returns its result on all ranks.
 
     With more ranks than CPU cores, this is faster than computing the same result on all ranks.
     """

@@ -105,7 +105,6 @@ def main(kind, folder, server):
     tp.init(stall_timeout_s=limit_s, network="unknown", server_rank=server)
     keras.utils.set_random_seed(tp.rank())
     model = models.mlp()
-    # Exchanges are rare compared with the ranks' paces, so that the slow rank takes half the steps.
     optimizer = tp.ElasticAveraging(keras.optimizers.SGD(0.1), sync_every=2, alpha=0.4)
     model.compile(optimizer, models.LOSS)
     data = models.mlp.data(64)

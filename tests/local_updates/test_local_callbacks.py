@@ -104,7 +104,7 @@ class Stops(keras.callbacks.Callback):
 
 
 def test_a_stop_within_an_epoch_stops_all_ranks_at_its_end(wire):
-    """Together with callbacks that communicate in batches."""
+    """The callbacks of both cases communicate in batches."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     folder = shared_folder(wire)
     options = {"epochs": 4, "validation_data": data}
@@ -145,11 +145,11 @@ class Assigns(keras.callbacks.Callback):
 
 
 def test_ranks_continue_from_weights_assigned_between_epochs(wire):
-    """Neither earlier training nor residuals affect them."""
+    """Earlier training and residuals do not affect the assigned weights."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     share, assigned = models.share(data, BATCH, wire.topology), models.copy(models.mlp, start)
     assigned.set_weights([np.full_like(w, 0.1) for w in start.get_weights()])
-    # Without inner and outer momentum, whose velocities would be retained.
+    # Neither optimizer has momentum, because its velocity would be retained.
     plain = keras.optimizers.SGD
     for make, begins in (
         (lambda: tp.LocalUpdates(plain(0.05), EVERY, "elastic"), True),
@@ -168,7 +168,7 @@ def test_ranks_continue_from_weights_assigned_between_epochs(wire):
         expected = trained(assigned)
         assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
         assert models.digest(own_weights(found)) == models.digest(own_weights(expected))
-    # Assigned at the end of the last epoch: the next `fit` continues from them.
+    # If weights are assigned at the end of the last epoch, the next `fit` continues from them.
     found = trained(start, callbacks=[Assigns(0.1)])
     found.fit(*share, batch_size=BATCH // wire.topology.size, shuffle=False, verbose=0)
     assert models.digest(found.get_weights()) == models.digest(expected.get_weights())
@@ -176,8 +176,8 @@ def test_ranks_continue_from_weights_assigned_between_epochs(wire):
         trained(start, epochs=2, callbacks=[Assigns(float(wire.topology.rank))])
 
 
-def test_assigned_weights_are_saved_as_such(wire):
-    """A run that is resumed after or at the assignment ends as the uninterrupted run."""
+def test_runs_resume_from_assigned_weights(wire):
+    """A run that resumes at or after the assignment equals the uninterrupted run."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     for begins in (False, True):
         _check_resumes_as_assigned(wire, data, start, begins)
@@ -201,8 +201,8 @@ def _check_resumes_as_assigned(wire, data, start, begins):
         shutil.rmtree(folder)
 
 
-def test_assigned_weights_with_exhausted_input_on_a_rank(wire):
-    """One rank has no batch in the following epoch, and had non-finite weights before."""
+def test_a_rank_without_batches_receives_assigned_weights(wire):
+    """The rank has no batch in the next epoch, and had non-finite weights before."""
     x, y = models.mlp.data(32)
     epochs = []
 
@@ -228,7 +228,7 @@ def test_assigned_weights_with_exhausted_input_on_a_rank(wire):
     assert all(np.isfinite(w).all() for w in [*model.get_weights(), *own_weights(model)])
 
 
-def test_loaded_weights_in_a_custom_loop(wire):
+def test_custom_loops_restart_from_loaded_weights(wire):
     data, start = models.mlp.data(2 * BATCH), models.mlp()
     folder = shared_folder(wire)
     path = os.path.join(folder, f"{wire.topology.rank}.weights.h5")
@@ -237,7 +237,7 @@ def test_loaded_weights_in_a_custom_loop(wire):
     for options in ({"sync_every": 4}, {"sync_every": 4, "overlap_steps": 2}):
         model = models.copy(models.mlp, start)
         model.compile(tp.LocalUpdates(sgd(), outer_optimizer="outer", **options), models.LOSS)
-        # Before the first step, all ranks start from them.
+        # Before the first step, loaded weights are the start on all ranks.
         model.load_weights(path)
         for _ in range(7):
             model.train_on_batch(*share)
@@ -258,8 +258,8 @@ def test_loaded_weights_in_a_custom_loop(wire):
         shutil.rmtree(folder)
 
 
-def test_steps_between_two_fits(wire):
-    """They continue from each rank's local weights, and the next `fit` continues from them."""
+def test_steps_between_two_fits_continue_from_local_weights(wire):
+    """The next `fit` continues from these steps, without a synchronization in between."""
     data, start = models.mlp.data(2 * 11 * BATCH), models.mlp()
     local = BATCH // wire.topology.size
     share = models.share(data, BATCH, wire.topology)
@@ -279,15 +279,15 @@ def test_steps_between_two_fits(wire):
     model.fit(*parts(12, 22), **fit)
     assert models.digest(model.get_weights()) == models.digest(whole.get_weights())
     assert models.digest(own_weights(model)) == models.digest(own_weights(whole))
-    # The next step continues from loaded weights, outside of `fit`, too.
+    # After weights are loaded outside of `fit`, the next step continues from them.
     model.set_weights(start.get_weights())
     model.train_on_batch(*parts(0, 1))
     with model.optimizer.global_weights():
         check_equal(model.get_weights(), start.get_weights())
 
 
-def test_a_first_fit_after_a_loop(wire):
-    """It continues from each rank's local weights, which may differ."""
+def test_a_first_fit_after_a_loop_continues_from_local_weights(wire):
+    """The local weights of the ranks may differ."""
     data, start = models.mlp.data(2 * EVERY * BATCH), models.mlp()
     local = BATCH // wire.topology.size
     x, y = models.share(data, BATCH, wire.topology)
@@ -312,7 +312,7 @@ def test_a_first_fit_after_a_loop(wire):
 
 
 def test_snapshots_of_another_inner_optimizer_are_refused(wire):
-    """Its state may have the same shapes."""
+    """The state of another optimizer may have the same shapes."""
     folder = shared_folder(wire)
     for inner in (keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.RMSprop(1e-3)):
         model = models.mlp()
@@ -403,7 +403,7 @@ def test_two_global_weights_of_one_variable_are_refused(wire):
 
 
 def test_non_finite_statistics_are_replaced_by_the_global_ones(wire):
-    """The weights of that rank count, and it retains its optimizer state."""
+    """The rank still contributes its weights, and retains its optimizer state."""
     data, start = models.mlp.data(7 * BATCH), batch_norm()
     for options in (
         {"outer_optimizer": "average", "overlap_steps": 1},
@@ -419,14 +419,14 @@ def test_non_finite_statistics_are_replaced_by_the_global_ones(wire):
             same_on_all_ranks([v.numpy() for v in model.variables], wire)
             assert all(np.isfinite(v.numpy()).all() for v in model.variables)
             assert all(np.isfinite(w).all() for w in own_weights(model))
-            # Training does not depend on them.
+            # Training does not depend on the statistics.
             trained = [v.numpy() for v in model.trainable_variables]
             found.append(models.digest(trained))
         assert found[0] == found[1], options
 
 
-def test_statistics_before_the_first_synchronization(wire):
-    """The global weights include the initial statistics, after any number of steps."""
+def test_global_statistics_are_initial_before_a_synchronization(wire):
+    """This holds after any number of steps."""
     data, start = models.mlp.data(5 * BATCH), batch_norm()
     for compile_options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
         model = models.copy(batch_norm, start)

@@ -1,4 +1,4 @@
-"""`LocalUpdates` with the models and data of users."""
+"""Tests `LocalUpdates` with the models and data of users."""
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ EVERY = 3
 
 
 def _check(model, start, wire):
-    """Checks that global weights are equal and have changed, and local weights differ."""
+    """Checks that global weights are equal and have changed, and that local weights differ."""
     weights = model.get_weights()
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
     assert all(np.isfinite(w).all() for w in weights)
@@ -28,8 +28,8 @@ def _check(model, start, wire):
     assert len(set(own)) == wire.topology.size
 
 
-def test_keras_hub_on_tf_data(wire):
-    """LoRA, which trains a few weights, in half precision, with texts of any length."""
+def test_gemma_with_lora_trains_in_half_precision(wire):
+    """LoRA trains few of the weights, and the texts have any length."""
     keras.utils.set_random_seed(5)
     keras.config.set_dtype_policy("mixed_float16")
     model, local = hub.gemma_with_lora(), BATCH // wire.topology.size
@@ -42,8 +42,8 @@ def test_keras_hub_on_tf_data(wire):
     _check(model, start, wire)
 
 
-def test_moving_statistics_and_augmentation(wire):
-    """Statistics are synchronized. MobileNet, whose trace takes longer, was tested by hand."""
+def test_moving_statistics_are_synchronized_with_augmentation(wire):
+    """MobileNet, whose trace takes longer, was tested by hand."""
     model = models.normalized()
     start = model.get_weights()
     model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
@@ -55,8 +55,8 @@ def test_moving_statistics_and_augmentation(wire):
     _check(model, start, wire)
 
 
-def test_a_pydataset_in_half_precision(wire):
-    """On threads, with inner accumulation and several steps in an execution."""
+def test_a_pydataset_trains_in_half_precision_with_accumulation(wire):
+    """Threads read the data, and an execution has several steps."""
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
     start = model.get_weights()
@@ -67,8 +67,8 @@ def test_a_pydataset_in_half_precision(wire):
     assert max(np.abs(a - b).max() for a, b in zip(model.get_weights(), start, strict=True)) > 1e-4
 
 
-def test_embedding_rows_and_shared_weights(wire):
-    """Sparse gradients with repeated tokens stay on their rank; only weights are sent."""
+def test_embeddings_with_repeated_tokens_train(wire):
+    """Sparse gradients stay on their rank, because only weights are sent."""
     keras.utils.set_random_seed(5)
     model = models.embedding()
     start = model.get_weights()

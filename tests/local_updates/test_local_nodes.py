@@ -1,4 +1,4 @@
-"""Nodes as replicas: their ranks average gradients, and nodes synchronize weights."""
+"""Each node is a replica: its ranks average gradients, and nodes synchronize weights."""
 
 import keras
 import numpy as np
@@ -36,7 +36,7 @@ def _nodes_in_one_process(start, data, wire, rule, delay=0):
         replica = models.copy(models.mlp, start)
         replica.compile(sgd(), models.LOSS)
         replicas.append(replica)
-    # Elastic averaging weights nodes equally, averaging weights them by samples.
+    # Elastic averaging weights nodes equally; averaging weights nodes by samples.
     sizes = None if rule == "elastic" else [len(node) for node in nodes]
     reference = Reference(rule, replicas, sizes)
     sent = None
@@ -56,7 +56,7 @@ def _nodes_in_one_process(start, data, wire, rule, delay=0):
 def test_nodes_equal_replicas_in_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     sizes = {len(node) for node in wire.topology.nodes}
-    # Weights of nodes are equal or by samples, which differ if the sizes of nodes do.
+    # Weights by samples differ only if the sizes of nodes differ.
     for rule, delay in (("average", 2), ("elastic", 0))[: len(sizes)]:
         global_weights, nodes = on_one_rank(
             lambda rule=rule, delay=delay: _nodes_in_one_process(start, data, wire, rule, delay)
@@ -89,7 +89,7 @@ DELAY = 2
 
 
 def test_buckets_of_an_overlapped_exchange_are_sent_in_order(wire):
-    """The node's exchange waits for at most one; all bits are those of one exchange."""
+    """An exchange within the node waits for at most one bucket. The bits do not change."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     digests = []
     for bucket_bytes in (0, 1 << 20):
@@ -103,19 +103,17 @@ def test_buckets_of_an_overlapped_exchange_are_sent_in_order(wire):
     assert digests[0] == digests[1]
 
 
-def test_nodes_are_resumed(wire):
-    """Between synchronizations, and during an exchange of buckets."""
-
+def test_nodes_resume_between_and_during_synchronizations(wire):
     def make():
         options = {"hierarchical": True, "overlap_steps": DELAY, "bucket_bytes": 0}
         return tp.LocalUpdates(sgd(), EVERY, "outer", SPARSE, **options)
 
-    # Before and after the step that starts a synchronization, and one step later.
+    # Resume before and after the step that starts a synchronization, and one step later.
     check_resumes(wire, make, slice(EVERY - 2, EVERY + 1))
 
 
-def test_a_rank_of_a_node_exhausts_its_input(wire):
-    """All ranks end an epoch of unknown length together; ranks of a node stay equal."""
+def test_ranks_of_a_node_stay_equal_after_one_exhausts_its_input(wire):
+    """All ranks end an epoch of unknown length together."""
     rank = wire.topology.rank
     x, y = models.mlp.data(48)
     for options in (
@@ -137,7 +135,7 @@ def test_a_rank_of_a_node_exhausts_its_input(wire):
         assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
-def test_a_rank_without_counted_samples_follows_its_node(wire):
+def test_a_rank_without_samples_follows_its_node(wire):
     optimizer = tp.LocalUpdates(sgd(), 1, "elastic", hierarchical=True)
     weight = keras.Variable([0.0, 1.0], name="weight")
     for _ in range(3):
@@ -151,7 +149,7 @@ def test_a_rank_without_counted_samples_follows_its_node(wire):
 
 
 def test_non_finite_statistics_keep_ranks_of_a_node_equal(wire):
-    """After an overflow on one rank, the ranks of its node keep equal weights."""
+    """The statistics overflow on one rank."""
     data, start = models.mlp.data(STEPS * BATCH), batch_norm()
     optimizer = tp.LocalUpdates(sgd(), EVERY, "elastic", hierarchical=True, overlap_steps=2)
     callbacks = [SpoilsStatistics()]

@@ -1,4 +1,4 @@
-"""State of `LocalUpdates` in files, checkpoints, callbacks and warnings."""
+"""Tests the state of `LocalUpdates` in files, checkpoints, callbacks and warnings."""
 
 import os
 import shutil
@@ -42,8 +42,8 @@ def test_inner_and_outer_momentum_within_few_steps_logs_a_warning(wire):
         assert len(said) == (is_warned and wire.topology.rank == 0), (name, lines)
 
 
-def test_throughput_shows_bytes_of_a_step(wire):
-    """With an exchange in each fourth step, and with averages within the node, too."""
+def test_throughput_reports_the_mean_bytes_of_a_step(wire):
+    """There is an exchange in each fourth step, and in one case an average within the node, too."""
     data, start = models.mlp.data(4 * BATCH), models.mlp()
     length = 4 * sum(w.size for w in start.get_weights())
     accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
@@ -60,7 +60,7 @@ def test_throughput_shows_bytes_of_a_step(wire):
 
 
 def test_files_hold_global_weights_and_state_of_the_outer_optimizer(wire):
-    """Each rank saves a model after synchronizations, and all of them load it."""
+    """Each rank saves its model and loads the file."""
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     for rule in (tp.local.Outer(), tp.local.SlowMomentum(0.6)):
         model = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY, rule))
@@ -87,10 +87,10 @@ def test_files_hold_global_weights_and_state_of_the_outer_optimizer(wire):
 
 
 class Late(keras.callbacks.Callback):
-    """Delays one rank in some steps, as a slow link would delay its exchange.
+    """Delays one rank in some steps, as a slow link would.
 
     Args:
-      rank: The rank.
+      rank: The rank to delay.
     """
 
     def __init__(self, rank):
@@ -113,7 +113,7 @@ def test_the_speed_of_ranks_does_not_change_the_weights(wire):
 
 
 class Spoil(keras.callbacks.Callback):
-    """Changes the global weights on one rank, as a faulty machine might."""
+    """Changes the global weights on one rank, like a faulty machine."""
 
     def on_train_batch_end(self, batch, logs=None):
         if batch == 4 and tp.rank() == 1:
@@ -141,7 +141,7 @@ def test_replica_check_compares_global_weights(wire):
 
 
 def test_learning_rates_follow_callbacks(wire):
-    """Each rank's optimizer has the rate, and averaged metrics keep ranks equal."""
+    """The optimizer of each rank receives the rate, and averaged metrics keep ranks equal."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     schedule = keras_callbacks.LearningRateSchedule(0.1, lambda epoch: 1 / (1 + epoch))
     averaged = keras_callbacks.MetricAverage()
@@ -155,8 +155,8 @@ def test_learning_rates_follow_callbacks(wire):
         same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_ranks_of_a_single_node_train_together(wire):
-    """The result is that of all-reduce, which synchronizations do not change."""
+def test_ranks_of_a_single_node_train_like_all_reduce(wire):
+    """Synchronizations do not change their weights."""
     data, start = models.mlp.data(3 * EVERY * BATCH), models.mlp()
     together = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(sgd(), "allreduce"))
     optimizer = tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(1.0), hierarchical=True)
@@ -179,7 +179,7 @@ def test_training_that_ends_before_its_first_synchronization_logs_a_warning(wire
         assert (is_as_before, len(said)) == (is_told, is_told and wire.topology.rank == 0), lines
 
 
-def test_weights_of_other_dtypes(wire):
+def test_weights_of_other_dtypes_are_synchronized(wire):
     data = models.share(models.mlp.data(7 * BATCH), BATCH, wire.topology)
     for policy, options in (
         ("bfloat16", {"outer_optimizer": "outer", "overlap_steps": 1}),
@@ -201,7 +201,7 @@ def test_weights_of_other_dtypes(wire):
 
 
 def test_residuals_are_sent_before_schemes_change(wire):
-    """If gradients do not depend on weights, a sparse scheme then has the dense result."""
+    """The gradients do not depend on weights, so the result equals that of a dense scheme."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(36, WIDTH)).astype("float32")
     schedule = keras_callbacks.SchemeSchedule({0: SPARSE, 1: "torus2d"}, verbose=0)
     found = []

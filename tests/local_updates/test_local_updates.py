@@ -1,4 +1,4 @@
-"""Ranks that train locally and synchronize, compared with replicas in one process."""
+"""Compares ranks that train locally and synchronize with replicas in one process."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ranks("2", job="local")
 
 
 def in_one_process(build, start, data, wire, rule="average", delay=0, make=sgd):
-    """Trains one replica per rank; returns the reference at the end."""
+    """Trains one replica per rank, and returns the final reference."""
     replicas = []
     for _ in range(wire.topology.size):
         replica = models.copy(build, start)
@@ -82,7 +82,7 @@ def test_outer_optimizers_equal_replicas_in_one_process(wire):
         own = own_weights(model)
         check_equal(own, replicas[wire.topology.rank])
         apart = len({models.digest(own)} | set(exchange_objects(models.digest(own), wire, "own")))
-        assert apart > 1, "each rank has trained since the last synchronization"
+        assert apart > 1, "local weights must differ after the last synchronization"
 
 
 def test_a_synchronization_in_each_step_equals_all_reduce(wire):
@@ -134,7 +134,7 @@ def test_samples_weight_unequal_ranks_and_no_step_is_lost(wire):
 
 
 def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
-    """The other rank subtracts beta / ranks of its difference; the global weights add it."""
+    """The other rank subtracts beta / ranks of its difference, and the global weights add it."""
     weight = keras.Variable([0.0, 0.0], name="weight")
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1, tp.local.Elastic(0.8))
     is_empty = wire.topology.rank == 1
@@ -146,7 +146,7 @@ def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
 
 
 def test_constraints_apply_to_the_global_weights(wire):
-    """The mean of weights of unit norm has a smaller norm."""
+    """Without the constraint, the mean of weights of unit norm has a smaller norm."""
     weight = keras.Variable([1.0, 0.0], name="weight")
     weight.constraint = keras.constraints.UnitNorm()
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1)
@@ -156,14 +156,14 @@ def test_constraints_apply_to_the_global_weights(wire):
 
 
 def _unequal_in_one_process(start, data, pieces, batches):
-    """Returns the mean after two synchronizations of replicas with unequal batches of four."""
+    """Trains replicas with unequal batches, and returns their mean after two synchronizations."""
     replicas = []
     for part in pieces:
         replica = models.copy(models.mlp, start)
         replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
         replicas.append((replica, part))
     for _ in range(2):
-        # Replicas with more than three batches have done a fourth before the synchronization.
+        # Replicas with more than three batches train a fourth one before the synchronization.
         done = [min(n, 4) for n in batches]
         for (replica, part), n in zip(replicas, done, strict=True):
             for i in range(n):
@@ -197,7 +197,7 @@ def test_global_weights_stay_finite(wire):
     data, start = models.mlp.data(7 * BATCH), models.mlp()
     x, y = data[0].copy(), data[1]
     local = BATCH // wire.topology.size
-    # NaN in the share of rank 1 of the second batch.
+    # The second batch of rank 1 is NaN.
     x[BATCH + local : BATCH + 2 * local] = np.nan
     for rule in ("average", "elastic"):
         with LogLines() as lines:
@@ -225,16 +225,15 @@ RESUMED = {
 }
 
 
-def test_resumed_between_synchronizations(wire):
-    """Runs resume at every step with the same bits as a run without an interruption."""
+def test_runs_resume_between_synchronizations(wire):
+    """At every step, a resumed run has the bits of an uninterrupted run."""
     for name, make in RESUMED.items():
-        # An overlapped exchange has the most state: its run resumes at each step of two
-        # synchronizations, and the others resume at one step.
+        # The run with an overlapped exchange has the most state, so it resumes at each step of two
+        # synchronizations. The other runs resume at one step.
         check_resumes(wire, make, slice(0, 2 * EVERY) if "late" in name else slice(1, 2), name)
 
 
-def test_two_optimizers_in_one_model(wire):
-    """The optimizers of a GAN synchronize independently."""
+def test_two_optimizers_of_a_model_synchronize_independently(wire):
     keras.utils.set_random_seed(11)
     model = Gan()
     adam = keras.optimizers.Adam
@@ -250,7 +249,7 @@ def test_two_optimizers_in_one_model(wire):
     assert rounds == [7, 4]
 
 
-def test_custom_loops_and_several_steps_per_execution(wire):
+def test_custom_loops_and_long_executions_equal_fit(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     expected = fitted(models.mlp, start, data, wire, tp.LocalUpdates(sgd(), EVERY))
     model = models.copy(models.mlp, start)
@@ -280,7 +279,7 @@ def test_custom_loops_and_several_steps_per_execution(wire):
         optimizer.restart_from_weights()
     with Raises(RuntimeError, "a call within a tf.function"):
         tf.function(optimizer.end_step)()
-    # The step has been traced.
+    # The step is already traced when the weights change.
     model.set_weights(start.get_weights())
     optimizer.restart_from_weights()
     step(*(part[:local] for part in share))
@@ -301,7 +300,7 @@ def test_custom_loops_and_several_steps_per_execution(wire):
     same_on_all_ranks(eager.get_weights(), wire)
 
 
-def test_executions_end_where_ranks_synchronize(wire):
+def test_executions_that_do_not_end_at_synchronizations_are_refused(wire):
     for options, received in (
         ({"sync_every": 3}, "sync_every=3"),
         ({"sync_every": 4, "overlap_steps": 1}, "overlap_steps=1"),
@@ -321,8 +320,8 @@ def _gan(make, d_steps=1):
     return model
 
 
-def test_a_gan_is_resumed(wire):
-    """Its optimizers receive their variables in the first step."""
+def test_a_gan_resumes_with_both_optimizers(wire):
+    """The optimizers receive their variables in the first step."""
 
     def make():
         return tp.LocalUpdates(keras.optimizers.SGD(0.01), EVERY, "elastic", overlap_steps=1)
@@ -350,7 +349,7 @@ def test_a_gan_is_resumed(wire):
             np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
 
 
-def test_several_calls_in_a_step_with_exhausted_input_on_a_rank(wire):
+def test_a_step_with_several_calls_may_exhaust_its_input(wire):
     """The discriminator may synchronize after the first or the second call of a step."""
     model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, overlap_steps=1), d_steps=2)
     pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]

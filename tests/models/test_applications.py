@@ -1,7 +1,7 @@
-"""A model of `keras.applications` with random weights trains under HybComm.
+"""A model of `keras.applications` with large dense layers and random weights trains under HybComm.
 
-It has large dense layers. Those that take longer to trace (ConvNeXtTiny, MobileNetV2, Inception,
-Xception, DenseNet), ResNet50V2 and EfficientNetV2B0 were tried by hand.
+Models that take longer to trace (ConvNeXtTiny, MobileNetV2, Inception, Xception, DenseNet),
+ResNet50V2 and EfficientNetV2B0 were tested by hand.
 """
 
 import keras
@@ -32,7 +32,7 @@ def _trained(name, wire):
     return optimizer.plan, classifier.path
 
 
-def test_applications_train(wire):
+def test_the_classifier_uses_factors_and_other_layers_the_server(wire):
     for name in NAMES:
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(1)
@@ -40,6 +40,6 @@ def test_applications_train(wire):
         schemes = {
             d.path: bucket.scheme.name for bucket in plan.buckets for d in bucket.descriptions
         }
-        # Two samples a rank: the classifier's factors are fewer.
+        # With two samples per rank, the classifier's factors have fewer bytes than its matrix.
         assert schemes[classifier] == "factors", (name, schemes)
         assert "ps" in schemes.values()

@@ -1,8 +1,6 @@
-"""Models of keras-hub, small and with random weights, train as in one process.
+"""Small models of keras-hub with random weights train as in one process.
 
-They have what small examples lack: positions cut to a batch's length and class tokens tiled to the
-batch, so that gradients have no static shape; variables without a gradient; frozen layers beside
-LoRA's; experts as one array.
+`tests/helpers/hub.py` lists the features of these models.
 """
 
 import keras
@@ -39,7 +37,8 @@ def _vit():
 
 def _mixture_of_experts():
     width = {"moe_intermediate_dim": 16, "shared_expert_intermediate_dim": 16}
-    # The loss for balance is a product of means over the batch, and no mean over samples.
+    # The auxiliary loss is a product of means over the batch, so it depends on the split of
+    # samples.
     experts = {"num_experts": 4, "top_k": 2, "router_aux_loss_coefficient": 0.0}
     return text_model(keras_hub.models.QwenMoeBackbone(**DECODER, **width, **experts))
 
@@ -51,11 +50,11 @@ def _images(count):
 
 
 def _check(wire, build, data, make_optimizer, schemes):
-    """Exact schemes end where one process ends, and all schemes with the same bits on all ranks."""
+    """Checks that ranks are equal, and that exact schemes give the weights of one process."""
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer())
     moved = max(np.abs(a - b).max() for a, b in zip(reference, start.get_weights(), strict=True))
-    assert moved > 1e-3, "nothing was learnt, so nothing was compared"
+    assert moved > 1e-3, "training must change the reference"
     mine = models.of_any_length(
         *models.share(data, BATCH, wire.topology), BATCH // wire.topology.size
     )
@@ -70,17 +69,17 @@ def _check(wire, build, data, make_optimizer, schemes):
             check_equal(model.get_weights(), reference)
 
 
-def test_bert(wire):
+def test_bert_trains_as_in_one_process(wire):
     _check(wire, bert, make_texts(STEPS * BATCH), sgd, ("hybcomm", "factors"))
 
 
-def test_vit(wire):
+def test_vit_trains_as_in_one_process(wire):
     _check(wire, _vit, _images(STEPS * BATCH), sgd, (SERVED,))
 
 
-def test_gemma_with_lora(wire):
+def test_gemma_with_lora_trains_as_in_one_process(wire):
     _check(wire, gemma_with_lora, make_texts(STEPS * BATCH), adam, ("hybcomm",))
 
 
-def test_mixture_of_experts(wire):
+def test_a_mixture_of_experts_trains_as_in_one_process(wire):
     _check(wire, _mixture_of_experts, make_texts(STEPS * BATCH), sgd, ("hybcomm", SPARSE))

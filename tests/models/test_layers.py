@@ -1,4 +1,4 @@
-"""Every Keras layer that has weights trains as in one process, with factors or without."""
+"""Every Keras layer with weights trains as in one process, with factors or without."""
 
 import keras
 import numpy as np
@@ -23,13 +23,13 @@ CASES = [case for name, case in keras_layers.CASES.items() if name not in LEFT_O
 
 
 def test_every_layer_trains_as_in_one_process(wire):
-    """Layers with samples of one shape train side by side, in one model."""
+    """One model contains all layers with samples of one shape."""
     for kind in dict.fromkeys((case.shape, case.dtype) for case in CASES):
         _check(_Side(*kind), wire)
 
 
 class _Side:
-    """Builds a model of all layers for samples of one shape, with one score per label."""
+    """Builds a model of all layers for samples of one shape, with one score per layer."""
 
     def __init__(self, shape, dtype):
         self.shape, self.dtype = shape, dtype
@@ -37,7 +37,7 @@ class _Side:
 
     def __call__(self):
         x = keras.Input(self.shape, dtype=self.dtype)
-        # Where there is one layer, there is something to choose from, too.
+        # A constant score gives the loss a second class, even for a single layer.
         nothing = keras_layers.number(0.0 * keras.ops.cast(x, "float32"))
         scores = [keras_layers.number(case.apply(x)) for case in self.cases]
         return keras.Model(x, keras.ops.concatenate([nothing, *scores], axis=1))
@@ -58,7 +58,7 @@ def _check(build, wire):
     weights = train_together(model, data, optimizer, wire)
     same_on_all_ranks(weights, wire)
     check_equal(weights, reference)
-    # Biases of keys cancel in the softmax, and move by rounding only.
+    # Biases of keys cancel in the softmax, so they change only by rounding.
     triples = zip(weights, reference, start.get_weights(), strict=True)
     moved = [triple for triple in triples if np.linalg.norm(triple[1] - triple[2]) > 1e-6]
     assert len(weights) - len(moved) <= len(build.cases) // 10
@@ -67,7 +67,7 @@ def _check(build, wire):
 
 
 def _check_plan(plan, expected):
-    """Factors of what has them, and for all else the reason beside its scheme."""
+    """Checks which variables have factors, and that the plan states the reasons of others."""
     factors = []
     for bucket in plan.buckets:
         for description, choice in zip(bucket.descriptions, bucket.choices, strict=True):

@@ -1,4 +1,4 @@
-"""What is said and done where GPU kernels are missing; `tests/jobs/test_cuda.py` compiles them."""
+"""Tests notes and registrations without GPU kernels; `tests/jobs/test_cuda.py` compiles them."""
 
 import shutil
 
@@ -17,7 +17,7 @@ def test_gpu_kernels_are_registered_if_tensorflow_has_gpus():
 
 
 def test_the_plan_notes_that_selection_runs_on_the_cpu(monkeypatch):
-    """Here with a GPU that only seems to be there."""
+    """The GPU in this test is simulated."""
     variables = [Description(path="kernel", shape=(100, 100), dtype="float32")]
     for scheme, words in (
         (

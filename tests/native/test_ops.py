@@ -1,4 +1,4 @@
-"""Native ops against plain NumPy, on random and nasty input, and what they refuse."""
+"""Compares native ops with plain NumPy on random and difficult inputs, and tests refused input."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,10 @@ def _splitmix64(seed, bound):
 
 
 def _mean(a):
-    """Four elements 16 apart in float32, these in float64: the mean of native/lib/inner_loops.h."""
+    """Returns the mean of native/lib/inner_loops.h, which sums four elements in float32 first.
+
+    The four elements are 16 apart; their sums are added in float64.
+    """
     whole = len(a) // 64 * 64
     fours = a[:whole].reshape(-1, 4, 16)
     sums = (fours[:, 0] + fours[:, 1]) + (fours[:, 2] + fours[:, 3])
@@ -35,7 +38,7 @@ def _mean(a):
 
 
 def _algorithm_1(x, k, steps, seed):
-    """MSTopK line by line, with the corrections that tp.ops.top_k names."""
+    """Selects like MSTopK, line by line, with the corrections that tp.ops.top_k lists."""
     a = np.abs(x)
     with np.errstate(over="ignore", invalid="ignore"):
         mean, u = _mean(a), a.max()
@@ -70,7 +73,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), CASES)
-def test_top_k(kind, n, k):
+def test_top_k_equals_the_references(kind, n, k):
     x = draw(kind, n)
     expected = {"exact": _exact(x, k), "dgc": _exact(x, k), "mstopk": _algorithm_1(x, k, 30, 7)}
     for method, indices in expected.items():
@@ -122,7 +125,7 @@ def test_shapes_are_known_while_tracing():
 @pytest.mark.parametrize("wire_dtype", [None, "float16", "bfloat16"])
 @pytest.mark.parametrize("method", ops.METHODS)
 @pytest.mark.parametrize("k", [0, 1, 90, 9001])
-def test_error_feedback(method, k, wire_dtype):
+def test_error_feedback_sends_or_retains_each_value(method, k, wire_dtype):
     n = 9001
     residual, gradient, velocity = (draw("normal", n, seed) for seed in (1, 2, 3))
     values, indices, rest = ops.error_feedback_top_k(
@@ -145,12 +148,12 @@ def test_error_feedback(method, k, wire_dtype):
 
 @pytest.mark.parametrize("size", [700, 2**22 - 1, 2**22 + 12_345])
 def test_scatter_add_is_a_sum_in_rank_order(size):
-    """It is also so above 2^22 elements, where sums are written past the caches."""
+    """Above 2^22 elements, sums are written past the caches."""
     generator = np.random.default_rng(0)
     for counts in ([3, 0, 5], [1000] * 4, [0]):
         ranks = [generator.integers(0, size, count) for count in counts]
         values = generator.normal(size=sum(counts)).astype("float32")
-        # Those of a rank ascend, as selections give them, or come in any order.
+        # The indices of a rank are in any order, or ascend like those of a selection.
         for indices in (np.concatenate(ranks), np.concatenate([np.sort(own) for own in ranks])):
             expected = np.zeros(size, "float32")
             np.add.at(expected, indices, values)
@@ -160,7 +163,7 @@ def test_scatter_add_is_a_sum_in_rank_order(size):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_sixteen_bits(dtype):
+def test_encoding_to_16_bits_rounds_like_numpy(dtype):
     x = np.concatenate(
         [draw("heavy", 6001), np.float32([0, -0.0, np.inf, 70_000, 1e-41, 65_519, 65_520])]
     )
@@ -173,7 +176,7 @@ def test_sixteen_bits(dtype):
     np.testing.assert_array_equal(ops.sum_rows(rows, 3), half + half + half)
 
 
-def test_bad_input_to_python():
+def test_bad_input_to_python_is_refused():
     x = tf.ones([9])
     with pytest.raises(
         ValueError, match=r"must be one of \"mstopk\", \"exact\", \"dgc\". Received: 'sort'"
@@ -238,7 +241,7 @@ def test_bad_input_to_python():
         (r"Received: shape \[9\], count=2", lambda op: op.sum_rows(tf.ones([9], tf.float16), 2)),
     ],
 )
-def test_bad_input_to_the_native_ops(message, call):
+def test_bad_input_to_the_native_ops_is_refused(message, call):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         call(ops)
 
@@ -263,7 +266,7 @@ def test_a_missing_library_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "shapes", [[()], [(3,), (0,), (4, 5)], [(1,)] * 200, [(70_001,), (2,), (513, 129)]]
 )
-def test_norms(shapes, dtype):
+def test_norms_equal_those_of_numpy(shapes, dtype):
     tensors = [
         tf.cast(np.random.default_rng(i).normal(size=shape), dtype)
         for i, shape in enumerate(shapes)
@@ -283,7 +286,7 @@ def test_norms_neither_overflow_nor_underflow():
     )
 
 
-def test_norms_of_non_finite_tensors():
+def test_norms_of_non_finite_tensors_are_not_finite():
     found = ops.l2_norms(
         [tf.constant([1.0, float("nan")]), tf.constant([float("inf"), 1.0]), tf.ones([4])]
     ).numpy()
@@ -292,7 +295,7 @@ def test_norms_of_non_finite_tensors():
 
 
 @pytest.mark.parametrize("tensors", [[], [[1]], [tf.zeros([2], tf.float64)]])
-def test_norms_of_bad_input(tensors):
+def test_norms_of_bad_input_are_refused(tensors):
     with pytest.raises(
         ValueError,
         match=r"`tensors` must hold at least one tensor|`tensors` must be floating point",

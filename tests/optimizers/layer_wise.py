@@ -1,4 +1,4 @@
-"""LARS and LAMB once more in NumPy, and variables to try them on."""
+"""References of LARS and LAMB in NumPy, and variables for them."""
 
 import keras
 import numpy as np
@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-# ------------------------------------------------------------------ the rules once more, in NumPy
+# ---------------------------------------------------------------- LARS and LAMB in NumPy
 
 
 class NumpyLARS:
@@ -52,7 +52,7 @@ class NumpyLARS:
                 below = norm + self.decay * length if self.ratio == "sum_of_norms" else norm
                 local = self.trust * length / (below + self.epsilon)
         step = self.rate * local * step
-        # With the sign of the paper, unlike the code.
+        # The sign is that of the paper, unlike that in the code.
         self.velocity[path] = self.momentum * self.velocity.get(path, 0.0) + step
         return w - (
             self.momentum * self.velocity[path] + step if self.nesterov else self.velocity[path]
@@ -85,7 +85,7 @@ class NumpyLAMB:
 
 
 class Named(keras.Variable):
-    """A variable that says it is in a layer."""
+    """Variable with the path of a variable in a layer."""
 
     def __init__(self, value, path, dtype="float32"):
         super().__init__(value, dtype=dtype, trainable=True, name=path.rpartition("/")[2])

@@ -1,4 +1,4 @@
-"""Accumulation is Keras's: the inner optimizer sees every call, as it does by itself."""
+"""Keras accumulates gradients: the inner optimizer receives every call, as it does alone."""
 
 import keras
 import numpy as np
@@ -62,7 +62,7 @@ def _scaled(optimizer):
 def test_each_call_equals_a_call_of_keras(rule, around):
     mine, others = _variables(), _variables()
     plain = around(RULES[rule](gradient_accumulation_steps=STEPS))
-    # A scheme that keeps a state, so that our sums are in use on one rank, too.
+    # The scheme has state, so that one rank uses our accumulators, too.
     sparse = tp.schemes.TopK(density=1.0, min_elements=0)
     inside = tp.DistributedOptimizer(RULES[rule](gradient_accumulation_steps=STEPS), sparse)
     wrapped = around(inside)
@@ -75,8 +75,8 @@ def test_each_call_equals_a_call_of_keras(rule, around):
         assert float(wrapped.learning_rate) == pytest.approx(float(plain.learning_rate))
 
 
-def test_an_optimizer_with_accumulated_calls_continues():
-    """It is wrapped, or its state loaded, in the middle of an update."""
+def test_an_optimizer_may_be_wrapped_within_an_update():
+    """Its state may also be loaded within an update."""
     mine, others = _variables(), _variables()
     plain, inner = (RULES["Adam"](gradient_accumulation_steps=STEPS) for _ in range(2))
     for optimizer, variables in ((plain, others), (inner, mine)):
@@ -91,7 +91,7 @@ def test_an_optimizer_with_accumulated_calls_continues():
 
 
 def test_calls_weight_by_counted_samples():
-    """All samples of an update alike, whatever the call."""
+    """All samples of an update have equal weight, whichever call they belong to."""
     (variable,) = variables = [keras.Variable([0.0], name="w")]
     optimizer = tp.DistributedOptimizer(optimizers.SGD(1.0, gradient_accumulation_steps=2))
     for gradient, count in ((1.0, 3), (5.0, 1)):

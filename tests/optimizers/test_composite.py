@@ -1,4 +1,4 @@
-"""Optimizers that hold several others: Keras's `MultiOptimizer`, and those of users."""
+"""Tests optimizers that contain several others: Keras's `MultiOptimizer` and custom ones."""
 
 import functools
 
@@ -18,7 +18,7 @@ SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
 
 
 class Composite(keras.optimizers.Optimizer):
-    """A user's: gives kernels to one optimizer, and all else to another."""
+    """Custom optimizer with one inner optimizer for kernels, and one for other variables."""
 
     def __init__(self, **options):
         super().__init__(learning_rate=0.0, name="composite")
@@ -70,7 +70,7 @@ def test_inner_optimizers_are_found(kind):
     assert leaves(leaves(scaled)[0]) == [leaves(scaled)[0]]
     optimizer.build(models.mlp().trainable_variables)
     assert [float(rate) for rate in rates(optimizer)] == pytest.approx([0.05, 0.01])
-    # Velocities of two kernels; means of gradients and squares of two biases.
+    # Two kernels have velocities, and two biases have means of gradients and of squares.
     assert len(slots(optimizer)) == 2 + 2 * 2
     other = KINDS[kind]()
     assert settings(optimizer) == settings(other)
@@ -90,20 +90,20 @@ def test_one_rank_trains_as_keras_does(kind, options):
 
 
 def test_callbacks_of_keras_set_each_learning_rate():
-    """Without a loss scale, inside of which they find no rate of several."""
+    """There is no loss scale, in which these callbacks find only a single rate."""
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
     halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     tenths = keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=0, min_delta=100.0)
     model.fit(*models.mlp.data(8), epochs=2, verbose=0, callbacks=[halves, tenths])
     rates = [float(one.learning_rate) for one in model.optimizer.optimizers]
-    # A plateau is found in the second epoch.
+    # The plateau is detected in the second epoch.
     assert rates == pytest.approx([0.05 / 40, 0.01 / 40])
     assert not hasattr(tp.DistributedOptimizer(SGD(0.1)), "optimizers")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_by_a_sparse_scheme(kind):
+def test_one_rank_trains_with_a_sparse_scheme(kind):
     model = models.mlp()
     scheme = tp.schemes.TopK(density=0.1, min_elements=0)
     model.compile(tp.DistributedOptimizer(KINDS[kind](), scheme), models.LOSS)

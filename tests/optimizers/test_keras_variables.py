@@ -1,4 +1,4 @@
-"""Variables of our optimizers are Keras's: what reads and writes them works as with Keras's own."""
+"""Code that accesses variables of Keras's optimizers can access those of ours, too."""
 
 import keras
 import numpy as np
@@ -36,8 +36,8 @@ def test_variables_have_paths_and_are_not_weights(model):
     assert not {id(v) for v in variables} & {id(v) for v in model.weights}
 
 
-def test_state_trees_and_maps(model):
-    # It refuses paths that occur twice.
+def test_state_trees_and_maps_contain_our_variables(model):
+    # The map requires unique paths.
     assert {v.path for v in model.trainable_variables} <= set(model._get_variable_map())
     tree = model.get_state_tree("numpy_array")
     for variable in model.optimizer.variables:
@@ -49,13 +49,14 @@ def test_state_trees_and_maps(model):
         np.testing.assert_array_equal(one, other)
 
 
-def test_files(model, tmp_path):
-    """Keras restores no slots from .h5 files; training goes on with new ones."""
+def test_models_load_from_files_and_continue_training(model, tmp_path):
+    """Keras restores no optimizer state from .h5 files, so training continues with new state."""
     for name in ("model.keras", "model.h5"):
         model.save(tmp_path / name)
         loaded = keras.models.load_model(tmp_path / name)
         np.testing.assert_array_equal(loaded.layers[0].kernel, model.layers[0].kernel)
         loaded.fit(*models.mlp.data(8), batch_size=4, verbose=0)
-    # It shows no parts of an optimizer that has others: slots are saved once, as the inner one's.
+    # The editor must not show parts of the wrapper: state is saved once, as that of the inner
+    # optimizer.
     editor = keras.saving.KerasFileEditor(str(tmp_path / "model.keras"))
     assert set(editor.weights_dict["layers"]) == {layer.name for layer in model.layers}

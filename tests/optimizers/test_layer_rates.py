@@ -1,4 +1,4 @@
-"""LARS and LAMB on several ranks: as one process on the whole batch, whoever takes the norms."""
+"""LARS and LAMB on ranks equal one process on whole batches, whichever rank computes the norms."""
 
 from unittest import mock
 
@@ -36,10 +36,10 @@ def lamb(**options):
 
 
 def _compare(wire, make_optimizer, ways, build=models.mlp):
-    """Trains as one process does, whoever takes the norms.
+    """Compares ranks with one process, for several schemes and ways of computing norms.
 
     Args:
-      ways: Schemes, and what `parallel` is.
+      ways: Pairs of a scheme and of the argument `parallel`.
     """
     keras.utils.clear_session(free_memory=False)
     data = build.data(STEPS * BATCH)
@@ -51,15 +51,15 @@ def _compare(wire, make_optimizer, ways, build=models.mlp):
         check_equal(weights, reference)
         same_on_all_ranks(weights, wire)
     moved = max(np.abs(a - b).max() for a, b in zip(reference, start.get_weights(), strict=True))
-    assert moved > 1e-3, "nothing was learnt, so nothing was compared"
+    assert moved > 1e-3, "training must change the reference"
 
 
 @pytest.mark.ranks("2x2")
-def test_lars(wire):
+def test_lars_equals_one_process(wire):
     _compare(wire, lars, [("alltoall", True), (SERVED, "auto")])
 
 
-def test_lars_with_the_other_ratio(wire):
+def test_lars_with_the_norm_of_the_sum_equals_one_process(wire):
     _compare(
         wire,
         lambda **options: lars(ratio="norm_of_sum", nesterov=True, **options),
@@ -67,39 +67,39 @@ def test_lars_with_the_other_ratio(wire):
     )
 
 
-def test_lamb(wire):
+def test_lamb_equals_one_process(wire):
     _compare(wire, lamb, [("allreduce", False)])
 
 
-def test_convolutions(wire):
+def test_lars_of_convolutions_equals_one_process(wire):
     _compare(wire, lars, [("alltoall", True), (SERVED, True)], models.cnn)
 
 
-def test_embeddings(wire):
+def test_lamb_of_embeddings_equals_one_process(wire):
     _compare(wire, lamb, [("alltoall", True), (SERVED, False)], models.embedding)
 
 
-def test_clipping_and_ema(wire):
+def test_lars_with_clipping_and_ema_equals_one_process(wire):
     averaged = {"global_clipnorm": 0.1, "use_ema": True, "ema_overwrite_frequency": 3}
     both = [("alltoall", True), (SERVED, "auto")]
     for options, ways in ((averaged, both), ({"clipnorm": 0.05}, both[1:])):
         _compare(wire, lambda options=options, **more: lars(**options, **more), ways)
 
 
-def test_accumulation(wire):
+def test_lamb_with_accumulation_equals_one_process(wire):
     accumulated = lambda **more: lamb(gradient_accumulation_steps=2, **more)  # noqa: E731
     _compare(wire, accumulated, [("alltoall", True), (SERVED, "auto")])
 
 
-def test_all_layers_excluded(wire):
+def test_lars_that_excludes_all_layers_equals_one_process(wire):
     ways = [("alltoall", True), (SERVED, "auto")]
     _compare(wire, lambda **more: LARS(0.05, exclude=[""], **more), ways)
 
 
-def test_mixed_precision_with_an_overflow(wire):
+def test_ranks_skip_an_overflow_in_mixed_precision_alike(wire):
     keras.config.set_dtype_policy("mixed_float16")
     x, y = models.mlp.data(4 * BATCH)
-    # The first loss scale is too large for these.
+    # The first loss scale is too large for these inputs.
     x = 300 * x
     for scheme, parallel in (("alltoall", True), (SERVED, "auto")):
         model = models.mlp()
@@ -117,8 +117,8 @@ def test_mixed_precision_with_an_overflow(wire):
         assert any((a != b).any() for a, b in zip(before, model.get_weights(), strict=True))
 
 
-def test_two_lists_of_variables(wire):
-    """One optimizer trains two networks in turn: each has norms and names of its own."""
+def test_one_optimizer_trains_two_networks_in_turn(wire):
+    """Each list of variables has its own norms and names."""
     a, b = (
         [keras.Variable(np.full((n, n), 2.0 + i), name=f"w{i}") for i in range(3)] for n in (2, 3)
     )
@@ -148,7 +148,7 @@ def test_two_lists_of_variables(wire):
         np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-5)
 
 
-def test_few_layers_of_other_dtypes(wire):
+def test_variables_of_other_dtypes_are_updated(wire):
     for dtypes in (
         ["float16"],
         ["bfloat16"],

@@ -1,4 +1,4 @@
-"""Updates of LARS and LAMB: against NumPy and Keras, and by laws."""
+"""Compares updates of LARS and LAMB with NumPy and Keras, and tests laws that they obey."""
 
 import contextlib
 import warnings
@@ -82,7 +82,7 @@ def test_lars_that_excludes_everything_is_sgd_bit_by_bit(nesterov):
 
 
 def test_lamb_that_excludes_everything_is_adam():
-    # Keras adds epsilon elsewhere, so that it must not count.
+    # Keras adds epsilon at another place, so it must be negligible.
     excluded = LAMB(0.1, epsilon=1e-12, weight_decay=0.5, exclude=[""])
     assert_close(
         trained(excluded), trained(keras.optimizers.Adam(0.1, epsilon=1e-12)), rtol=2e-4, atol=1e-4
@@ -96,7 +96,7 @@ def test_float64_is_calculated_in_float64():
             optimizer.apply([tf.constant(g) for g in gradients(step).values()], made)
         return [variable.numpy() for variable in made]
 
-    # The learning rate is a float32 variable: take one that it holds exactly.
+    # The learning rate is a float32 variable, so use a rate that float32 represents exactly.
     assert_close(
         exact(LARS(2.0, weight_decay=0.1)),
         trained_by_numpy(NumpyLARS(2.0, decay=0.1)),
@@ -149,7 +149,8 @@ def test_scaling_the_weights_scales_their_steps(make):
 def test_lars_decays_once(ratio):
     w = one(np.full((2, 2), 2.0))
     LARS(0.1, weight_decay=0.5, ratio=ratio, trust_coefficient=1.0).apply([tf.ones([2, 2])], [w])
-    # |w| = 4, |g| = 2, decayed gradient 2 of norm 4: both ratios are 1.
+    # |w| = 4, |g| = 2, and the gradient with decay is 2 per element with norm 4, so both ratios are
+    # 1.
     np.testing.assert_allclose(w.numpy(), np.full((2, 2), 2.0 - 0.1 * 2.0), rtol=1e-6)
 
 
@@ -175,7 +176,7 @@ def test_lars_decays_at_ratio_1_where_the_gradient_is_0():
     LARS(0.5, weight_decay=0.1).apply([tf.zeros([2, 2])], [w])
     np.testing.assert_allclose(w.numpy(), np.full((2, 2), 0.95), rtol=1e-6)
     v = one(np.ones((2, 2)))
-    # Decay takes the gradient away: nothing is left to scale.
+    # The decay cancels the gradient, so the step is zero.
     LARS(0.5, weight_decay=0.5, ratio="norm_of_sum").apply([tf.fill([2, 2], -0.5)], [v])
     np.testing.assert_array_equal(v, np.ones((2, 2)))
 
@@ -199,14 +200,14 @@ def test_lamb_takes_ratio_1_where_a_norm_is_0():
         (["kernel"], {"conv/kernel", "dense/kernel"}),
     ],
 )
-def test_exclusion(exclude, excluded):
+def test_exclude_selects_variables_by_patterns(exclude, excluded):
     lars = LARS(3.0, weight_decay=0.1, exclude=exclude)
     assert_close(trained(lars, 5), trained_by_numpy(NumpyLARS(3.0, decay=0.1), excluded, 5))
     lamb = LAMB(0.02, weight_decay=0.1, exclude=exclude)
     assert_close(trained(lamb, 5), trained_by_numpy(NumpyLAMB(0.02, decay=0.1), excluded, 5))
 
 
-def test_default_exclusion_of_layers_of_keras():
+def test_normalizations_and_biases_of_keras_are_excluded_by_default():
     keras.utils.clear_session()
     layers = [
         keras.layers.Embedding(5, 4),
@@ -247,7 +248,7 @@ def test_patterns_without_a_match_log_a_warning(make):
 
 
 @BOTH
-def test_a_model_without_trainable_variables(make):
+def test_an_optimizer_may_have_no_variables(make):
     optimizer = make()
     optimizer.build([])
     assert [variable.name for variable in optimizer.variables] == ["iteration", "learning_rate"]
@@ -263,7 +264,7 @@ def test_keras_exclusion_from_decay_leaves_the_ratio(make):
 @BOTH
 @pytest.mark.parametrize("builds_in_scope", [True, False])
 def test_copies_of_a_distributed_variable_share_its_state(make, builds_in_scope):
-    """Under `tf.distribute`, a step receives the copies of a variable."""
+    """Under `tf.distribute`, a step receives copies of a variable."""
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     with strategy.scope():
         copied, optimizer = tf.Variable([[1.0, 2.0], [3.0, 4.0]]), make(exclude=[])

@@ -1,4 +1,4 @@
-"""LARS and LAMB in what Keras's optimizers take part in: fit, saving, mixed precision, configs."""
+"""Tests LARS and LAMB in `fit`, in files, in mixed precision, and in configurations."""
 
 import inspect
 import json
@@ -95,7 +95,7 @@ def mixed_float16():
 
 @pytest.mark.usefixtures("mixed_float16")
 @BOTH
-def test_mixed_float16(make, tmp_path):
+def test_models_train_and_load_in_mixed_float16(make, tmp_path):
     model = compiled(make(weight_decay=0.01), jit_compile=False)
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     assert learns(model)
@@ -113,7 +113,7 @@ def test_a_non_finite_step_changes_nothing_under_a_loss_scale(make):
     optimizer, w = keras.optimizers.LossScaleOptimizer(make()), one(np.ones((2, 2)))
     optimizer.apply([tf.fill([2, 2], float("inf"))], [w])
     np.testing.assert_array_equal(w, np.ones((2, 2)))
-    # The scale is a power of two: with it the step is the same to the last bit.
+    # The scale is a power of two, so it does not change the bits of the step.
     v = one(np.ones((2, 2)))
     make().apply([tf.ones([2, 2])], [v])
     optimizer.apply([optimizer.scale_loss(tf.ones([2, 2]))], [w])
@@ -188,8 +188,8 @@ def test_state_of_16_bit_variables_is_float32(make, dtype):
 
 
 @BOTH
-def test_norms_beyond_float16(make):
-    # 300^2 alone is more than float16 holds.
+def test_norms_may_exceed_float16(make):
+    # Even 300^2 alone exceeds the largest float16.
     low, high = (one(np.full((50, 50), 300.0), dtype=dtype) for dtype in ("float16", "float32"))
     for w in (low, high):
         make().apply([tf.fill([50, 50], tf.constant(6e4, w.dtype))], [w])
@@ -228,7 +228,7 @@ def test_state_is_created_in_a_traced_loop(make):
     np.testing.assert_allclose(w, v, rtol=1e-6)
 
 
-def test_constraints_and_missing_gradients():
+def test_constraints_apply_if_gradients_are_missing():
     w, v = one(np.ones((2, 2))), one(np.ones((2, 2)))
     w.constraint = keras.constraints.MaxNorm(0.5)
     optimizer = LARS(0.5)
@@ -272,7 +272,7 @@ def test_configs_round_trip(optimizer):
 
 @BOTH
 def test_configs_have_all_arguments(make):
-    """One that is missing would have its default again."""
+    """A loaded optimizer would reset a missing argument to its default."""
     optimizer = make()
     arguments = inspect.signature(type(optimizer).__init__).parameters.keys()
     assert arguments - {"self", "options"} <= optimizer.get_config().keys()

@@ -1,4 +1,4 @@
-"""Keras's loss scale around optimizers that communicate, beside Keras alone."""
+"""Compares Keras's loss scale around optimizers that communicate with Keras alone."""
 
 import types
 
@@ -31,7 +31,7 @@ def _mixed_float16():
 
 
 def _mlp():
-    # Here, too, as `clear_session` forgets the policy.
+    # Set the policy here, too, because `clear_session` resets it.
     keras.config.set_dtype_policy("mixed_float16")
     return models.mlp()
 
@@ -97,7 +97,7 @@ def test_an_already_built_optimizer_is_wrapped():
     assert int(_fit(model).optimizer.step_counter) == 4
 
 
-def test_variables_equal_those_of_keras():
+def test_variables_have_the_names_and_shapes_of_keras():
     found = []
     for optimizer in (ours(Adam()), Adam()):
         keras.utils.clear_session(free_memory=False)
@@ -126,7 +126,7 @@ def _wrapped(around):
     }[around]()
 
 
-# As Keras alone warns where an optimizer was saved that was not built.
+# Keras alone also warns if the saved optimizer was not built.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
 @pytest.mark.parametrize(
     ("around", "steps"),
@@ -169,7 +169,7 @@ def test_saved_weights_continue_training(tmp_path, into):
         _check_same(_fit(loaded), _fit(saved))
 
 
-def test_clones_configs_and_checkpoints_of_tensorflow(tmp_path):
+def test_clones_configs_and_tensorflow_checkpoints_restore_the_state(tmp_path):
     model = _fit(_compiled(ours(Adam(0.01))))
     scaled = model.optimizer
     again = Scaled.from_config(scaled.get_config())
@@ -193,7 +193,7 @@ def test_clones_configs_and_checkpoints_of_tensorflow(tmp_path):
         np.testing.assert_array_equal(value, now)
 
 
-def test_recompiling():
+def test_recompiling_retains_the_state_of_the_given_optimizer():
     optimizer = ours(Adam(0.01))
     model = _fit(_compiled(optimizer))
     first = model.optimizer
@@ -227,8 +227,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: inner, tp.DistributedOptimizer, tp.LocalUpdates])
-def test_an_overflow_in_the_first_step_that_builds_the_optimizer(wrap):
-    """Losses are scaled by what the update is divided by."""
+def test_a_loss_is_scaled_before_the_first_step_builds_the_optimizer(wrap):
+    """The update is divided by the scale that multiplied the loss, and overflows are skipped."""
     weight = keras.Variable([1.0], name="weight")
     optimizer = keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.SGD(1.0)))
 
@@ -272,8 +272,8 @@ def _step(model, optimizer):
 @pytest.mark.parametrize(
     "scheme", ["allreduce", tp.schemes.AllToAll(wire_dtype="float16"), "hitopk", "hybcomm"]
 )
-def test_an_overflow_in_a_hand_written_loop(wire, scheme):
-    """All ranks skip alike, and nothing of the step stays."""
+def test_an_overflow_in_a_custom_loop_is_skipped_on_all_ranks(wire, scheme):
+    """The step changes no state."""
     model = models.mlp()
     optimizer = ours(SGD(0.05, momentum=0.9), scheme)
     scaled = Scaled(optimizer, initial_scale=64.0)
@@ -296,7 +296,7 @@ def test_an_overflow_in_a_hand_written_loop(wire, scheme):
 
 
 @pytest.mark.ranks("2")
-def test_ranks_weight_by_samples(wire):
+def test_sample_counts_weight_ranks_under_a_loss_scale(wire):
     weight, scaled = keras.Variable([0.0]), Scaled(ours(SGD(1.0)), initial_scale=2.0)
     rank = wire.topology.rank
     scaled.apply([tf.constant([2.0 * rank])], [weight], sample_count=1.0 + 2.0 * rank)
@@ -304,7 +304,7 @@ def test_ranks_weight_by_samples(wire):
 
 
 class _ScaledGan(Gan):
-    """Each of its optimizers scales the losses whose gradients it takes."""
+    """GAN in which each optimizer scales the losses of its gradients."""
 
     def train_step(self, data):
         noise, real = data
@@ -323,8 +323,8 @@ class _ScaledGan(Gan):
 
 
 @pytest.mark.ranks("2", core=True)
-def test_two_optimizers_of_a_model(wire):
-    """Each has a loss scale of its own; what overflows on one rank is skipped on both."""
+def test_two_optimizers_of_a_model_have_separate_loss_scales(wire):
+    """An overflow on one rank is skipped on both."""
     gan = _ScaledGan()
     made = [Scaled(ours(Adam(0.01)), initial_scale=scale) for scale in (64.0, 16.0)]
     gan.compile(*made)
@@ -343,7 +343,7 @@ def test_two_optimizers_of_a_model(wire):
         np.testing.assert_array_equal(one, before)
     assert [float(one.dynamic_scale) for one in made] == [32.0, 8.0]
     assert [int(one.iterations) for one in made] == [4, 4]
-    # Ranks whose epochs end after different steps.
+    # The epochs of the ranks end after different numbers of steps.
     batches = tf.data.Dataset.from_tensor_slices(gan_data(4 * (3 + wire.topology.rank))).batch(4)
     gan.fit(batches.filter(lambda *_: True), verbose=0)
     assert [int(one.iterations) for one in made] == [7, 7]
@@ -360,7 +360,7 @@ def test_a_deeply_nested_loss_scale_is_refused(wire):
 
 
 @pytest.mark.ranks("2")
-def test_a_custom_step(wire):
+def test_a_custom_step_with_a_loss_scale_equals_one_process(wire):
     class Own(keras.Sequential):
         def train_step(self, data):
             with tf.GradientTape() as tape:
@@ -390,8 +390,7 @@ def test_the_loss_scale_grows_and_the_step_is_traced_once(wire):
 
 
 @pytest.mark.ranks("2")
-def test_the_state_of_the_loss_scale_belongs_to_the_model(wire):
-    """It is saved at a step, restored, and made alike on all ranks."""
+def test_the_state_of_the_loss_scale_is_saved_restored_and_equal(wire):
     folder = shared_folder(wire)
     x, y = models.mlp.data(16)
     broken = x.copy()

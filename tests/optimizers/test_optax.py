@@ -1,4 +1,4 @@
-"""LARS and LAMB beside optax's: another framework, other authors."""
+"""Compares LARS and LAMB with the independent implementations of optax."""
 
 import jax
 import optax
@@ -34,7 +34,7 @@ def trained_by_optax(rule):
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_lars(nesterov, decay):
+def test_lars_equals_that_of_optax(nesterov, decay):
     rule = optax.lars(
         3.0,
         weight_decay=decay,
@@ -55,15 +55,15 @@ def test_lars(nesterov, decay):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])
-def test_lamb(decay):
+def test_lamb_equals_that_of_optax(decay):
     rule = optax.lamb(0.02, weight_decay=decay, mask=MASK)
-    # optax has the ratio for all: so must we, but for decay.
+    # optax applies the ratio to all variables, and only the decay has exclusions.
     ours = LAMB(0.02, weight_decay=decay, exclude=[])
     ours.exclude_from_weight_decay(var_names=["bias", "gamma", "scale"])
     assert_close(trained(ours), trained_by_optax(rule), rtol=2e-4, atol=1e-5)
 
 
-def test_lars_where_a_norm_is_0():
+def test_lars_equals_that_of_optax_where_a_norm_is_0():
     rule = optax.lars(3.0, trust_coefficient=0.02)
     weights = {path: jax.numpy.zeros_like(value, "float32") for path, value in starts().items()}
     given = {path: jax.numpy.asarray(value, "float32") for path, value in gradients(0).items()}

@@ -1,4 +1,4 @@
-"""What Keras users do with optimizers, on two ranks."""
+"""Tests features of Keras's optimizers on two ranks."""
 
 import os
 import tempfile
@@ -53,30 +53,30 @@ def _compare(
     return optimizer
 
 
-def test_clipnorm(wire):
+def test_clipnorm_equals_one_process(wire):
     _compare(wire, lambda: SGD(0.5, clipnorm=0.05), schemes=("alltoall", SERVED, "hybcomm"))
 
 
-def test_global_clipnorm_and_several_steps_per_execution(wire):
+def test_global_clipnorm_in_long_executions_equals_one_process(wire):
     _compare(wire, lambda: SGD(0.5, global_clipnorm=0.1), compile={"steps_per_execution": 3})
 
 
-def test_weight_decay_and_ema(wire):
+def test_weight_decay_and_ema_equal_one_process(wire):
     averaged = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3}
     _compare(wire, lambda: keras.optimizers.AdamW(1e-3, weight_decay=0.1, epsilon=1e-3, **averaged))
 
 
-def test_run_eagerly(wire):
+def test_eager_steps_equal_one_process(wire):
     _compare(wire, sgd, compile={"run_eagerly": True}, batches=3)
 
 
-def test_accumulation(wire):
+def test_accumulation_equals_one_process(wire):
     optimizer = _compare(wire, lambda: SGD(0.1, momentum=0.9, gradient_accumulation_steps=4))
     assert int(optimizer.iterations) == 2
 
 
 def test_fit_traces_the_step_once(wire):
-    """TensorFlow traces a step twice whose first trace makes variables."""
+    """TensorFlow would trace a step twice if its first trace created variables."""
     accumulating = SGD(0.1, gradient_accumulation_steps=2)
     for inner, scheme in (
         (sgd(), tp.schemes.AllToAll(wire_dtype="float16")),
@@ -108,7 +108,7 @@ def test_custom_steps_are_traced_once(wire):
 
 
 def _counted(model):
-    """A list that grows whenever the model's train step is traced."""
+    """Returns a list to which each trace of the model's train step appends an element."""
     step, traces = model.train_step, []
     model.train_step = lambda data: traces.append(1) or step(data)
     return traces
@@ -122,7 +122,7 @@ def test_accumulation_exchanges_once_per_update(wire):
         for step in range(1, 9):
             _eager_step(model, optimizer, x, y)
             assert spy.call_count == 2 * (step // 4), (
-                "counts and one bucket, one exchange of both per four calls"
+                "every four calls exchange the counts and one bucket"
             )
 
 
@@ -133,12 +133,12 @@ def _eager_step(model, optimizer, x, y):
     optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
 
-def test_mixed_precision_overflow_on_one_rank(wire):
+def test_an_overflow_on_one_rank_is_skipped_on_all_ranks(wire):
     keras.config.set_dtype_policy("mixed_float16")
     _check_overflow(wire, "alltoall")
 
 
-def test_mixed_precision_overflow_with_sharded_updates(wire):
+def test_an_overflow_is_skipped_on_all_ranks_with_sharded_state(wire):
     keras.config.set_dtype_policy("mixed_float16")
     _check_overflow(wire, SERVED)
 
@@ -162,7 +162,7 @@ def _check_overflow(wire, scheme):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_mixed_precision_with_accumulation(wire):
+def test_mixed_precision_accumulates_gradients(wire):
     keras.config.set_dtype_policy("mixed_float16")
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(SGD(0.1, gradient_accumulation_steps=2))
@@ -202,7 +202,7 @@ def test_repeated_tokens_are_updated_once(wire):
 
 
 class Tied(keras.Model):
-    """An embedding that is also the output layer."""
+    """Model whose embedding is also its output layer."""
 
     def __init__(self):
         super().__init__(name="tied")
@@ -223,12 +223,12 @@ def _tied():
 _tied.data = models.embedding.data
 
 
-def test_tied_weights_in_a_subclassed_model(wire):
+def test_tied_weights_of_a_subclassed_model_equal_one_process(wire):
     _compare(wire, sgd, build=_tied)
 
 
 class CutAndTiled(keras.layers.Layer):
-    """Adds a table of positions cut to the batch's length and a tiled token, as BERT and ViT do."""
+    """Adds positions cut to the batch's length and a tiled token, like BERT and ViT."""
 
     def build(self, shape):
         self.table = self.add_weight(shape=(12, shape[-1]), name="table")
@@ -252,7 +252,7 @@ def _cut_and_tiled():
 _cut_and_tiled.data = models.embedding.data
 
 
-def test_gradients_without_a_static_shape(wire):
+def test_gradients_without_static_shapes_are_exchanged(wire):
     data = _cut_and_tiled.data(4 * BATCH)
     start = _cut_and_tiled()
     reference = train_alone(models.copy(_cut_and_tiled, start), data, SGD(0.1))
@@ -266,15 +266,13 @@ def test_gradients_without_a_static_shape(wire):
         model.compile(optimizer=optimizer, loss=models.LOSS)
         model.fit(mine, verbose=0)
         same_on_all_ranks(model.get_weights(), wire)
-        assert not all(shape.is_fully_defined() for shape in shapes), (
-            "TensorFlow knows the shapes: nothing was tested"
-        )
+        assert not all(shape.is_fully_defined() for shape in shapes), "some shapes must be unknown"
         if scheme == "hybcomm" or (scheme.exact and getattr(scheme, "wire_dtype", None) is None):
             check_equal(model.get_weights(), reference)
 
 
 def _shapes_of_gradients(optimizer):
-    """A list that grows by those that the optimizer is given."""
+    """Returns a list to which the shapes of all applied gradients are appended."""
     apply, shapes = optimizer.apply, []
 
     def noted(grads, *args, **options):
@@ -286,7 +284,7 @@ def _shapes_of_gradients(optimizer):
     return shapes
 
 
-def test_gradient_missing_on_one_rank(wire):
+def test_a_gradient_missing_on_one_rank_counts_as_zero(wire):
     here = keras.Variable([1.0], name="here")
     shared = keras.Variable([1.0], name="shared")
     never = keras.Variable([1.0], name="never")
@@ -299,15 +297,16 @@ def test_gradient_missing_on_one_rank(wire):
 
     for _ in range(2):
         step(tf.constant([1.0]))
-    # Each step: decay by half, then minus the mean gradient (here: 1 and nothing, on average 0.5).
+    # Each step halves the weight by decay, and subtracts the mean gradient, which is 0.5 for
+    # `here`.
     np.testing.assert_allclose([here.numpy()[0], shared.numpy()[0]], [-0.5, -1.25])
-    assert never.numpy()[0] == 1.0, "a variable without any gradient must be left alone"
-    # Each rank says what it misses itself.
+    assert never.numpy()[0] == 1.0, "a variable without any gradient must not change"
+    # Each rank notes its own missing gradients.
     notes = exchange_objects(str(optimizer.plan), wire, "notes")[1]
     assert "here: no gradient on rank 1, zeros are sent" in notes
 
 
-def test_several_models_and_optimizers(wire):
+def test_models_with_separate_optimizers_train_alternately(wire):
     trained = []
     for build in (models.mlp, models.cnn):
         start = build()
@@ -326,7 +325,7 @@ def test_several_models_and_optimizers(wire):
         same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_hand_written_loop_with_unequal_batches(wire):
+def test_a_custom_loop_with_unequal_batches_equals_one_process(wire):
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
@@ -348,8 +347,8 @@ def test_hand_written_loop_with_unequal_batches(wire):
     assert "exact for losses that are means over samples" in str(optimizer.plan)
 
 
-def test_unequal_batches_in_fit(wire):
-    # The last batch of rank 0 has 6 samples, that of rank 1 only 2.
+def test_unequal_batches_in_fit_equal_one_process(wire):
+    # The last batch has 6 samples on rank 0, and 2 on rank 1.
     x, y = models.mlp.data(BATCH + 8)
     start = models.mlp()
     reference = train_alone(models.copy(models.mlp, start), (x, y), sgd())
@@ -377,7 +376,7 @@ def test_empty_batches_are_ignored(wire):
         np.testing.assert_allclose(weight.numpy(), [-3.0])
 
 
-def test_bfloat16_variables(wire):
+def test_bfloat16_variables_train_and_stay_equal(wire):
     keras.config.set_dtype_policy("bfloat16")
     model = models.cnn()
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme="alltoall"), loss=models.LOSS)
@@ -391,7 +390,7 @@ def test_bfloat16_variables(wire):
 
 
 class TwoPlayers(keras.Model):
-    """Trains parts of itself in turn, without a call of its own: as GANs do."""
+    """Model that trains its two parts in turn, and has no `call`, like a GAN."""
 
     def __init__(self):
         super().__init__(name="players")
@@ -410,7 +409,7 @@ class TwoPlayers(keras.Model):
         return {"loss": loss}
 
 
-def test_a_custom_train_step(wire):
+def test_a_custom_train_step_may_apply_several_updates(wire):
     model = TwoPlayers()
     optimizer = tp.DistributedOptimizer(sgd())
     optimizer.build(model.trainable_variables)
@@ -418,12 +417,12 @@ def test_a_custom_train_step(wire):
     x, y = models.mlp.data(4 * (2 + wire.topology.rank))
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).filter(lambda *_: True)
     model.fit(data, epochs=2, verbose=0)
-    assert int(optimizer.iterations) == 8, "two updates in each of two steps in each of two epochs"
+    assert int(optimizer.iterations) == 8, "expected two updates in each of two steps in two epochs"
     same_on_all_ranks(model.get_weights(), wire)
     assert sum(len(b.members) for b in optimizer.plan.buckets) == 4
 
 
-def test_one_optimizer_for_two_models(wire):
+def test_one_optimizer_trains_two_models(wire):
     shared = models.mlp()
     top = keras.Sequential([keras.Input((20,)), shared])
     optimizer = tp.DistributedOptimizer(sgd())
@@ -446,7 +445,7 @@ def test_without_counts_the_gradient_is_a_mean_of_means(wire):
     assert "give a mean of means" in str(optimizer.plan)
 
 
-def test_save_and_load(wire):
+def test_one_rank_may_load_a_saved_model(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(
         SGD(0.1, momentum=0.9),
@@ -457,7 +456,7 @@ def test_save_and_load(wire):
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.keras")
         model.save(path)
-        # Only rank 0 loads: that must not wait for anybody.
+        # Only rank 0 loads the model, so loading must not wait for other ranks.
         loaded = keras.saving.load_model(path) if wire.topology.rank == 0 else model
     assert type(loaded.optimizer) is tp.DistributedOptimizer
     assert loaded.optimizer.get_config() == optimizer.get_config()

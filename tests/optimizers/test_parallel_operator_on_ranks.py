@@ -1,4 +1,4 @@
-"""The parallel tensor operator on real ranks equals one process, and errors reach all of them."""
+"""On ranks, the parallel tensor operator equals one process, and errors reach all ranks."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def norms(tensors):
     return tf.stack([tf.norm(tensor) for tensor in tensors])
 
 
-def test_lists(wire):
+def test_lists_are_processed_in_parallel(wire):
     whole = norms(weights()).numpy()
     for run in (lambda f: f, tf.function):
         found = run(lambda: tp.parallel_tensor_operator(norms, weights()))().numpy()
@@ -32,12 +32,12 @@ def test_lists(wire):
         same_on_all_ranks([found], wire)
 
 
-def test_fewer_items_than_ranks(wire):
+def test_a_list_may_have_fewer_items_than_ranks(wire):
     one = weights()[:1]
     np.testing.assert_array_equal(tp.parallel_tensor_operator(norms, one), norms(one))
 
 
-def test_pairs(wire):
+def test_lists_of_pairs_are_processed_in_parallel(wire):
     pairs = list(zip(weights(), weights()[::-1], strict=True))
     found = tp.parallel_tensor_operator(
         lambda some: tf.stack([norms(pair) for pair in some]), pairs
@@ -45,13 +45,13 @@ def test_pairs(wire):
     np.testing.assert_array_equal(found, tf.stack([norms(pair) for pair in pairs]))
 
 
-def test_long_tensors(wire):
+def test_long_tensors_are_processed_in_parallel(wire):
     long = tf.reshape(tf.range(7 * 3, dtype=tf.int64), [7, 3])
     compiled = tf.function(lambda: tp.parallel_tensor_operator(lambda rows: rows**2, long))
     np.testing.assert_array_equal(compiled(), long**2)
 
 
-def test_parts_of_any_length(wire):
+def test_results_may_have_any_length(wire):
     values = tf.constant(np.random.default_rng(3).normal(size=1000), "float32")
     found = tp.parallel_tensor_operator(lambda part: part[part > 1.5], values)
     np.testing.assert_array_equal(found, values[values > 1.5])
@@ -59,7 +59,7 @@ def test_parts_of_any_length(wire):
     assert nothing.shape == (0,)
 
 
-def test_at_every_step_of_a_loop(wire):
+def test_the_operator_runs_in_every_step_of_a_loop(wire):
     variables = [tf.Variable(w) for w in weights()]
 
     @tf.function
@@ -115,8 +115,8 @@ def test_a_failing_function_on_one_rank_raises_on_all_ranks(wire):
         tp.parallel_tensor_operator(fails, weights())
     with Raises(*expected):
         tf.function(lambda: tp.parallel_tensor_operator(fails, weights()), autograph=False)()
-    # And the job goes on.
-    test_lists(wire)
+    # The job continues after the error.
+    test_lists_are_processed_in_parallel(wire)
 
 
 def test_a_non_tensor_on_one_rank_raises_on_all_ranks(wire):
@@ -130,7 +130,7 @@ def test_a_non_tensor_on_one_rank_raises_on_all_ranks(wire):
         tp.parallel_tensor_operator(norms, mine)
 
 
-def test_no_gradient(wire):
+def test_gradients_through_the_operator_are_refused(wire):
     with tf.GradientTape() as tape:
         variable = tf.Variable(tf.ones([8]))
         found = tp.parallel_tensor_operator(lambda part: part**2, variable)
@@ -138,7 +138,7 @@ def test_no_gradient(wire):
         tape.gradient(found, variable)
 
 
-def test_bad_input(wire):
+def test_bad_input_is_refused(wire):
     scalar = tf.constant(1.0)
     for function, tensors, problem in (
         (norms, [], "tensors of known shapes"),
@@ -150,7 +150,7 @@ def test_bad_input(wire):
             "whose dtype Horovod supports.*bfloat16",
         ),
     ):
-        # Whoever has no part learns it from others.
+        # Ranks without a part receive the error from other ranks.
         with Raises((ValueError, RuntimeError), problem):
             tp.parallel_tensor_operator(function, tensors)
     with Raises(ValueError, "must run without XLA"):

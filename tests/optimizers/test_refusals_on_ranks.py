@@ -1,4 +1,4 @@
-"""What the optimizer refuses or turns off, on two ranks, and that all of them hear of it."""
+"""Tests features that the optimizer refuses or disables, with the same errors on both ranks."""
 
 from unittest import mock
 
@@ -35,7 +35,7 @@ def test_different_accumulation_is_refused(wire):
         tp.DistributedOptimizer(inner).apply([tf.constant([1.0])], [weight])
 
 
-def test_different_settings_inside_are_refused(wire):
+def test_different_settings_of_inner_optimizers_are_refused(wire):
     inner = keras.optimizers.Adam(0.1, beta_1=(0.9, 0.8)[wire.topology.rank])
     optimizer = tp.DistributedOptimizer(inner)
     with Raises(RuntimeError, r"optimizer.beta_1 0.9 on rank 0, 0.8 on rank 1"):
@@ -75,7 +75,7 @@ def test_different_models_are_refused(wire):
         model.fit(*models.mlp.data(8), verbose=0)
 
 
-def test_different_order_is_refused(wire):
+def test_a_different_order_of_variables_is_refused(wire):
     pair = [keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")]
     ordered = pair if wire.topology.rank == 0 else pair[::-1]
     with Raises(RuntimeError, "variable 0: 'a' .* on rank 0, 'b' .* on rank 1"):
@@ -89,7 +89,7 @@ def test_different_schemes_are_refused(wire):
 
 
 def test_rules_for_generated_names_are_refused(wire):
-    """Such a name depends on the layers that a rank has made before."""
+    """A generated name depends on the layers that a rank has created before."""
     keras.utils.clear_session(free_memory=False)
     if wire.topology.rank == 0:
         keras.layers.Dense(1)
@@ -132,7 +132,7 @@ def test_xla_is_disabled_if_a_gpu_would_enable_it(wire):
     ):
         plain = models.mlp()
         plain.compile(optimizer=sgd(), loss=models.LOSS)
-        assert plain.jit_compile, "the simulated GPU does not turn XLA on, so nothing was tested"
+        assert plain.jit_compile, "the simulated GPU must enable XLA"
         model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
         assert model.jit_compile is True
         model.fit(*models.mlp.data(8), verbose=0)
@@ -148,7 +148,7 @@ def test_adafactor_with_sparse_schemes_is_refused(wire):
 
 
 def test_adafactor_is_refused_if_auto_selects_sparse_schemes(wire):
-    """The first plan, of a network that is not measured, sends all elements."""
+    """The first plan, before the network is measured, sends all elements."""
     scheme = tp.policies.Auto(compression=("topk",), timed_trials=False)
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adafactor(0.1), scheme=scheme)
     weight = keras.Variable(tf.ones([512, 512]), name="w")
@@ -156,7 +156,7 @@ def test_adafactor_is_refused_if_auto_selects_sparse_schemes(wire):
     with links("measure"):
         assert [one.scheme.name for one in optimizer.plan.buckets] == ["allreduce"]
         runtime.set_network_profile(ideal(wire, bytes_per_s=1e5), measures=True)
-        # Also where a script goes on after the error.
+        # The error repeats if a script catches it and continues.
         for _ in range(2):
             with Raises(ValueError, "Adafactor requires a scheme that sends all elements.*Use Ada"):
                 optimizer.apply([tf.ones([512, 512])], [weight])

@@ -1,4 +1,4 @@
-"""Learning rates by step and by epoch, at every boundary."""
+"""Tests learning rates by step and by epoch, at every boundary."""
 
 import json
 
@@ -20,7 +20,7 @@ def expected_rate(step, peak, warmup, decay, start, end, power):
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 @pytest.mark.parametrize("decay", [1, 8])
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_the_schedule_at_every_step(warmup, decay, power):
+def test_the_schedule_equals_its_formula_at_every_step(warmup, decay, power):
     schedule = PolynomialDecayWithWarmup(
         2.0, warmup, decay, initial_learning_rate=0.5, end_learning_rate=0.1, power=power
     )
@@ -29,7 +29,7 @@ def test_the_schedule_at_every_step(warmup, decay, power):
     np.testing.assert_allclose(
         rates, [expected_rate(s, 2.0, warmup, decay, 0.5, 0.1, power) for s in steps], rtol=1e-6
     )
-    # At the boundaries exactly, and for ints as for tensors.
+    # At boundaries, the rate is exact, for integers as for tensors.
     assert float(schedule(warmup)) == 2.0
     assert float(schedule(warmup + decay)) == float(schedule(10**9)) == np.float32(0.1)
     assert warmup == 0 or float(schedule(0)) == 0.5
@@ -55,14 +55,14 @@ def test_the_schedule_by_epochs_equals_that_by_steps():
 
 
 @pytest.mark.parametrize("warmup", [0, 2.5])
-def test_the_cosine_by_epochs(warmup):
+def test_the_cosine_by_epochs_equals_its_formula(warmup):
     schedule = schedules.cosine_decay_by_epochs(4.0, warmup, 10, steps_per_epoch=8, alpha=0.25)
     steps = np.arange(120)
     rise = 8 * warmup
     done = np.clip((steps - rise) / 80, 0, 1)
     fall = 4.0 * (0.25 + 0.75 * (1 + np.cos(np.pi * done)) / 2)
     expected = np.where(steps < rise, 4.0 * steps / max(rise, 1), fall)
-    # Keras's alpha is a share of the peak.
+    # As in Keras, alpha is a share of the peak.
     np.testing.assert_allclose(
         [float(schedule(step)) for step in steps], expected, rtol=1e-5, atol=1e-6
     )
@@ -78,11 +78,11 @@ def test_the_schedule_drives_an_optimizer():
     )
     for _ in range(5):
         optimizer.apply([tf.ones([2])], [w])
-    # Rates 0, 0.5, 1, 0.25, 0.
+    # The rates are 0, 0.5, 1, 0.25 and 0.
     np.testing.assert_allclose(w, [-1.75, -1.75], rtol=1e-6)
 
 
-def test_the_schedule_round_trips():
+def test_the_schedule_is_restored_from_its_config():
     schedule = PolynomialDecayWithWarmup(
         2, 5, 9, initial_learning_rate=0.1, end_learning_rate=0.2, power=1, name="x"
     )

@@ -1,4 +1,4 @@
-"""What optimizers have gathered: with it, and the number of steps, another one goes on."""
+"""An optimizer resumes with the state and the number of steps of another."""
 
 import keras
 import numpy as np
@@ -88,14 +88,14 @@ SETTINGS = [
     for name, make in OPTIMIZERS.items()
     if name not in ("accumulated", "by a schedule", "with a loss scale")
     for setting in make().get_config()
-    # These are checked, or set by a method.
+    # These settings are checked elsewhere, or set by a method.
     if setting not in ("name", "exclude", "loss_scale_factor") and "clip" not in setting
 ]
 
 
 @pytest.mark.parametrize(("name", "setting"), SETTINGS)
 def test_each_setting_is_compared(name, setting):
-    """Whatever Keras saves of an optimizer."""
+    """The settings are those that Keras saves of an optimizer."""
     one = OPTIMIZERS[name]()
     config = one.get_config()
     value = config[setting]
@@ -119,5 +119,5 @@ def test_settings_of_schedules_and_functions_are_compared_without_names():
     assert settings(sgd(decay(0.1, 2, 0.5))) != settings(sgd(decay(0.1, 3, 0.5)))
     assert settings(sgd(rate)) == settings(sgd(rate))
     assert settings(sgd(rate)) != settings(sgd(0.1))
-    # What Keras cannot serialize counts by its attributes.
+    # Functions that Keras cannot serialize are compared by their attributes.
     assert settings(sgd(lambda: 0.1, momentum=0.9)) != settings(sgd(lambda: 0.1, momentum=0.8))

@@ -1,4 +1,4 @@
-"""The store and the meeting of ranks in it, as threads of this process."""
+"""Tests the key-value store and the registration of ranks, with threads as ranks."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ def published(server, rank):
 
 @pytest.mark.parametrize("other", [{"process": 8}, {"host": "here"}, {"start": "second"}])
 def test_two_processes_with_one_rank_are_named_in_the_error(server, other):
-    """Also a restarted container, which has the host name and process number of the first."""
+    """This includes a restarted container with the same host name and process number."""
     mine = {"host": socket.gethostname(), "process": os.getpid(), "start": rendezvous.START}
     first = {**mine, **own(1), "size": 2, **other}
     server.put("ranks", "1", json.dumps(first).encode())
@@ -135,13 +135,13 @@ def is_reached(mine, token):
 
 
 def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
-    """It starts no second store, and the conflict names both processes."""
+    """It does not start a second store, and the error names both processes."""
     monkeypatch.setattr(store, "start_process", None)
     server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
     message = rf"rank 0 \(host0:1\) is process 7 on there and process {os.getpid()} on "
     with pytest.raises(RuntimeError, match=message):
         rendezvous.register_ranks(job(server), "secret", 5.0)
-    # Both come at the same time, so that the port is taken.
+    # If both start at the same time, the port is taken.
     answers = ["no answer", rendezvous.reach(job(server), "secret")]
     monkeypatch.setattr(rendezvous, "reach", lambda *_: answers.pop(0))
     with pytest.raises(RuntimeError, match=message):
@@ -156,7 +156,7 @@ def test_the_store_of_an_ending_job_is_not_used(server):
     server.wait_for_exit_statuses(2, limit_s=0.0)
     with pytest.raises(TimeoutError, match=r"no answer at .* \(its job is ending\)"):
         meet(server, 0, limit_s=0.1)
-    # A new start has drawn another token.
+    # A new start has another token.
     assert not is_reached(job(server), "another")
 
 
@@ -202,7 +202,7 @@ def test_a_host_without_an_address_is_named(server):
 
 
 def test_a_store_answers_at_any_loopback_address(monkeypatch):
-    """Debian's address of a host's own name is 127.0.1.1. Node 0 finds it there, too."""
+    """On Debian, a host's own name resolves to 127.0.1.1, where its node finds the store, too."""
     found = store.listen("127.0.1.1", (0,), IDENTITY, "secret")
     with found.serving():
         there = job(found, host="127.0.1.1")
@@ -239,7 +239,7 @@ def test_a_taken_port_is_named(server, monkeypatch):
 
 
 def request(server, method, path, body=None):
-    """A request as Horovod makes it: the prefix precedes the port that it appends."""
+    """Sends a request like Horovod, whose prefix precedes the port that it appends."""
     url = f"http://127.0.0.1:{server.server_address[1]}/{path}"
     found = urllib.request.Request(url, data=body, method=method)
     try:
@@ -250,7 +250,7 @@ def request(server, method, path, body=None):
             return error.code, error.read()
 
 
-def test_horovods_requests(server):
+def test_horovods_requests_put_get_and_delete_entries(server):
     path = f"{PREFIX}:0/global/0"
     assert request(server, "GET", path) == (404, b"")
     assert request(server, "PUT", path, b"\x00binary")[0] == 200
@@ -268,11 +268,11 @@ def test_requests_without_the_prefix_are_refused(server, prefix):
     assert server.get("global", "0") == b"1"
 
 
-def test_failures_are_written_through_the_same_store(server):
+def test_failures_are_reported_through_the_store(server):
     reached = launcher.Store(f"127.0.0.1:{server.server_address[1]}/{PREFIX}", 0)
     reached.put("exit-status-of-rank-1", "ended")
     assert reached.get("exit-status-of-rank-1") == "ended"
-    server.report_end(1, "not said, because the rank has written its status")
+    server.report_end(1, "not reported, because the rank has written its status")
     server.report_end(0, "rank 0 was killed")
     assert reached.get("first-failure") == "rank 0 was killed"
 
@@ -314,7 +314,7 @@ def test_ranks_in_any_order_have_local_and_cross_ranks():
     assert variables["HOROVOD_HOSTNAME"] == "node-2"
 
 
-def test_interfaces_are_those_between_nodes(monkeypatch):
+def test_interfaces_are_those_that_connect_the_nodes(monkeypatch):
     monkeypatch.setattr(rendezvous, "_interface_of", {"127.0.0.1": "lo", "10.0.0.2": "eth1"}.get)
     monkeypatch.setattr(
         rendezvous, "_address_towards", dict.fromkeys(["127.0.0.1", "10.0.0.2"], "127.0.0.1").get
@@ -351,6 +351,6 @@ def test_a_child_of_a_rank_is_refused(monkeypatch):
     monkeypatch.setenv(rendezvous.MEMBER, "1 a:1/x")
     with pytest.raises(RuntimeError, match=rf"of rank 3, process 1, in process {os.getpid()}\."):
         rendezvous.join(1.0, has_mpi=False)
-    # A job that the rank has started with a launcher.
+    # The rank has started this job with a launcher.
     monkeypatch.setenv(rendezvous.STORE_ADDRESS, "a:2")
     assert rendezvous.join(1.0, has_mpi=False) is None

@@ -1,4 +1,4 @@
-"""Options of `python -m tfposeidon run`, and its ranks as small shell scripts."""
+"""Tests options of `python -m tfposeidon run`, and small shell scripts as its ranks."""
 
 import argparse
 import asyncio
@@ -23,13 +23,13 @@ def options(*words):
     return parser.parse_args(words)
 
 
-def test_nodes_from_the_command_line():
+def test_the_command_line_describes_nodes():
     job = run.read_job(options("--nodes", "2", "--node-rank", "1", "--master", "a:5"), {})
     assert (job.rank, job.size, job.host, job.ports) == (1, 2, "a", (5,))
     assert job.name_of(1) == "node 1"
 
 
-def test_nodes_from_the_platform_or_one():
+def test_the_platform_describes_nodes_and_one_is_the_default():
     cluster = {"worker": ["a:1", "b:1"]}
     variables = {
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
@@ -82,7 +82,7 @@ def test_only_a_single_node_generates_a_token():
         (None, {"PET_NPROC_PER_NODE": "gpu"}, ["0"], 1),
     ],
 )
-def test_ranks_of_this_machine(asked, variables, gpus, count):
+def test_ranks_follow_options_variables_and_gpus(asked, variables, gpus, count):
     assert run.ranks_here(asked, variables, gpus) == count
 
 
@@ -119,7 +119,7 @@ def test_a_command_is_required(words, message):
     [
         (2, ["2", "5"], ["2", "5"]),
         (1, ["GPU-a", "GPU-b"], ["GPU-a"]),
-        # More ranks than GPUs: tfposeidon.init() chooses.
+        # With more ranks than GPUs, tfposeidon.init() assigns them.
         (2, ["0"], [None, None]),
     ],
 )
@@ -136,7 +136,7 @@ def test_each_rank_has_its_own_gpu(monkeypatch, count, gpus, visible):
 
 @pytest.fixture
 def job():
-    """A store, and a client of it."""
+    """Yields a store and a client of it."""
     server = store.listen("127.0.0.1", (0,), "job", None)
     with server.serving():
         yield server, Client("127.0.0.1", server.server_address[1], server.prefix)
@@ -158,7 +158,7 @@ def first_failure(server):
     ("word", "cause"),
     [
         (None, "rank 4 ended with exit status 3"),
-        # sys.exit(3) after tfposeidon.init().
+        # "ended" is the status after sys.exit(3) in a rank that called tfposeidon.init().
         ("ended", "rank 4 ended with exit status 3"),
         ("failed", None),
         ("broken", None),
@@ -198,14 +198,14 @@ def test_nodes_follow_the_job_after_a_lost_connection(job, monkeypatch):
 
 @pytest.fixture
 def handled():
-    """Handles SIGINT, which is ignored in background processes of shells."""
+    """Handles SIGINT, which shells ignore in background processes."""
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous)
 
 
 def sends(number, is_ready):
-    """Sends a signal to this process once the runner's handlers are there."""
+    """Sends a signal to this process when `is_ready` returns true."""
 
     def send():
         while not is_ready():
@@ -279,7 +279,7 @@ def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
 
 
 def test_closed_output_during_the_end_interrupts_nothing(job, monkeypatch, tmp_path):
-    """A rank that writes more and does not end is killed."""
+    """A rank that ignores SIGTERM and writes more output is still killed."""
     monkeypatch.setattr(run, "TERMINATION_S", 1.0)
     script = (
         f"trap 'echo b >&2' TERM; echo $$ > {tmp_path}/pid; echo a; while true; do sleep 1; done"

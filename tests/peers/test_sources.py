@@ -1,4 +1,4 @@
-"""Jobs that variables of platforms describe: no process, only mappings."""
+"""Tests the jobs that variables of platforms describe, without processes."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ def pools(kind, index, **roles):
             *(1, 4, "a", 29500, True),
         ),
         (
-            # A PyTorchJob of two pods with `nprocPerNode: "8"`.
+            # A PyTorchJob has two pods with `nprocPerNode: "8"`.
             {
                 **{k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"},
                 **{"WORLD_SIZE": "16", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"},
@@ -118,7 +118,7 @@ def test_identities_are_equal_within_a_job_and_differ_between_jobs():
     restarted = find({**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert restarted.identity != find(TORCHRUN).identity
     several = {**TORCHRUN, "GROUP_WORLD_SIZE": "2"}
-    # Agents of several nodes count restarts for themselves.
+    # The agents of several nodes count restarts independently.
     assert find({**several, "TORCHELASTIC_RESTART_COUNT": "1"}).identity == find(several).identity
     assert find({**TORCHRUN, "WORLD_SIZE": "5"}).identity != find(TORCHRUN).identity
     trainjob = {
@@ -149,12 +149,12 @@ def test_user_settings_replace_the_address():
         {},
         {"TF_CONFIG": "{}"},
         {"MASTER_ADDR": "a", "MASTER_PORT": "1"},
-        # A batch script has some of a step's variables, and is one process.
+        # A batch script has some variables of a step, but is a single process.
         {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"},
         {"SLURM_STEP_NUM_TASKS": "4"},
-        # An interactive step of salloc.
+        # salloc starts an interactive step.
         {**SLURM, "SLURM_STEP_ID": "4294967290"},
-        # A pod that trains alone.
+        # A pod may train alone.
         {"JOB_COMPLETION_INDEX": "3", "TFPOSEIDON_NODES": "1", "HOSTNAME": "a-3"},
     ],
 )
@@ -279,7 +279,7 @@ def test_contradictory_variables_are_refused(variables, message):
         ("rack[2,4]n[08-09]", "rack2n08"),
     ],
 )
-def test_first_host_of_a_list_of_nodes(nodes, host):
+def test_the_first_host_of_a_list_of_nodes_is_found(nodes, host):
     assert sources.first_host(nodes) == host
 
 
