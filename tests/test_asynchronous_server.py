@@ -1,4 +1,4 @@
-"""A server in one process: epochs that it ends, callbacks that it is refused, and its last acts."""
+"""Tests a server in one process: the end of its epochs, refused callbacks, and its failure."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tfposeidon.elastic_averaging.server import Server
 
 
 class _Told:
-    """A server of three workers that is told of calls as its threads would tell it."""
+    """A server of three workers, which receives calls as from its threads."""
 
     def __init__(self):
         self._server = Server(dict.fromkeys((1, 2, 3)), [], stall_limit_s=0)
@@ -97,7 +97,7 @@ def test_callbacks_without_an_effect_are_refused(callback, remedy):
         keras.callbacks.TensorBoard(),
         keras.callbacks.TerminateOnNaN(raise_error=True),
         keras_callbacks.Checkpoint("x"),
-        # Its steps are a worker's.
+        # It would count steps of a worker.
         keras_callbacks.ReplicaCheck(every_n_steps=5),
     ],
     ids=lambda value: type(value).__name__,
@@ -125,7 +125,7 @@ def _fails():
 )
 def test_all_savers_run_before_the_cause_is_raised(show, savers, said, saves):
     done = []
-    # Others fail before and after.
+    # Savers that fail precede and follow the others.
     functions = [_fails, *savers * [lambda: done.append(1)], _fails] if savers else []
     with (
         LogLines() as lines,
@@ -142,7 +142,7 @@ def _terminate():
     time.sleep(60)
 
 
-def test_sigterm_ends_the_server_after_the_global_weights_are_saved():
+def test_sigterm_saves_the_global_weights_and_ends_the_server():
     done, before = [], signal.getsignal(signal.SIGTERM)
     saved = saved_at_failure(_idle_server(), int, [lambda: done.append(1)], "")
     with pytest.raises(SystemExit) as exit_, saved:

@@ -1,4 +1,4 @@
-"""The check of what must be equal on all ranks."""
+"""Tests checks of values that must be equal on all ranks."""
 
 import pytest
 

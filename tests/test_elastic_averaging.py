@@ -1,4 +1,4 @@
-"""`ElasticAveraging` in one process: its arguments, its configuration, and what it is refused."""
+"""Tests `ElasticAveraging` in one process: its arguments, configuration, and refused uses."""
 
 import collections
 import types
@@ -36,7 +36,7 @@ def _sgd():
         ({"server_alpha": -1}, "`server_alpha` must be a number in"),
     ],
 )
-def test_arguments_out_of_range(arguments, message):
+def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tp.ElasticAveraging(_sgd(), **arguments)
 
@@ -80,12 +80,12 @@ def test_models_are_saved_and_loaded_on_one_rank(tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
     expected = {"sync_every": 7, "alpha": 0.25, "server_alpha": 0.5}
     assert {name: loaded.get_config()[name] for name in expected} == expected
-    # An evaluation needs neither server nor launcher.
+    # Evaluation needs neither a server nor a launcher.
     model.evaluate(*models.mlp.data(8), verbose=0)
 
 
 class _PairOfOne:
-    """Both sides of a pair in one process: what was given first meets what comes next."""
+    """Simulates both sides of a pair: a collective joins the last two values."""
 
     def __init__(self):
         self.topology = Topology(0, ((0,), (1,)))
@@ -113,7 +113,7 @@ def test_a_call_contains_its_kind_and_the_servers_request(number, request_):
     pair = _PairOfOne()
     make_call(pair, Call.TAKE, number)
     assert wait_for_call(pair, request_) == (Call.TAKE, number)
-    # The worker's side of the same sum.
+    # The worker's side joins the same sum.
     assert make_call(pair, Call.SWAP) is request_
 
 

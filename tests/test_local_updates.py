@@ -1,4 +1,4 @@
-"""`LocalUpdates` on one rank, and what is saved with a model."""
+"""Tests `LocalUpdates` on one rank, and the state that is saved with a model."""
 
 import keras
 import numpy as np
@@ -47,7 +47,7 @@ def test_the_optimizer_is_saved_with_the_model(rule, tmp_path):
         name="mine",
     )
     model = _trained(optimizer)
-    # As on several ranks, after three synchronizations.
+    # After three synchronizations on several ranks, the state would be this.
     optimizer.variables[0].assign(3)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")

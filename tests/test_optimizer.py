@@ -1,4 +1,4 @@
-"""The optimizer on one rank without a launcher."""
+"""Tests the optimizer on one rank without a launcher."""
 
 import copy
 import json
@@ -85,11 +85,11 @@ def test_fractions_of_an_epoch_are_those_of_each_fit():
     for samples in (32, 16):
         data = models.mlp.data(samples)
         model.fit(*data, batch_size=8, epochs=2, verbose=0, callbacks=[schedule, seen])
-    # From `end_epoch` on, the last rate stays.
+    # From `end_epoch` on, the last rate remains.
     assert rates == pytest.approx([1.0, 1.25, 1.5, 1.75, *[1.75] * 4, 1.0, 1.5, *[1.5] * 2])
 
 
-def test_schedules_work():
+def test_schedules_determine_the_learning_rate():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
     model = trained(tp.DistributedOptimizer(SGD(schedule)))
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1 * 0.5**2)
@@ -115,7 +115,7 @@ def test_saved_models_load_and_continue_training(tmp_path, accumulation):
 
 @pytest.mark.parametrize("variables", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
 def test_loading_needs_no_complete_variables_of_a_platform(tmp_path, monkeypatch, variables):
-    """And starts nothing: that is left to the first call that needs ranks."""
+    """Loading starts no ranks; the first call that needs ranks does."""
     model = trained(tp.DistributedOptimizer(keras.optimizers.Adam(0.01)))
     model.save(tmp_path / "model.keras")
     for name, value in variables.items():
@@ -210,7 +210,7 @@ def test_auto_scale_loss_false_is_respected():
 
 @pytest.mark.usefixtures("mixed_float16")
 @pytest.mark.parametrize("swap_on_epoch", [False, True])
-def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
+def test_validation_uses_swapped_averages_under_a_loss_scale(swap_on_epoch):
     start, (x, y) = models.mlp(), models.mlp.data(16)
     losses = []
     for wrap in (tp.DistributedOptimizer, lambda optimizer: optimizer):
@@ -229,11 +229,11 @@ def test_swapped_averages_of_weights_under_a_loss_scale(swap_on_epoch):
         )
         losses.append(fit.history["val_loss"])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-3)
-    assert len(model.optimizer.variables) < 30, "averages are counted once"
+    assert len(model.optimizer.variables) < 30, "each average must be saved once"
 
 
 class _SeesXla(keras.layers.Layer):
-    """Notes for each step that is traced whether XLA compiles it."""
+    """Records for each traced step whether XLA compiles it."""
 
     def __init__(self):
         super().__init__(name="sees_xla")
@@ -262,12 +262,12 @@ def test_one_rank_leaves_xla_to_keras_unless_schemes_have_state(scheme, suits, a
     assert set(noting.seen) == {bool(asked) and suits}
     noting.seen.clear()
     model.test_on_batch(*models.mlp.data(4))
-    assert set(noting.seen) == {bool(asked)}, "evaluation keeps XLA"
+    assert set(noting.seen) == {bool(asked)}, "evaluation must use XLA"
     assert model.jit_compile is bool(asked)
 
 
 class _CompilesItself(keras.Model):
-    """As the GANs of keras.io, whose optimizers come after Keras's own compile."""
+    """Model that sets its optimizers after Keras's `compile`, like the GANs of keras.io."""
 
     def __init__(self):
         super().__init__()
@@ -307,7 +307,7 @@ def test_a_compiled_model_inside_keeps_its_optimizer():
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_accumulation_of_gradients_that_are_missing_equals_keras():
-    """What has none in the last call of an update is not updated, and begins anew."""
+    """A variable without a gradient in the last call of an update is not updated, and is reset."""
     present = [(1, 1), (1, 0), (0, 1), (1, 1), (1, 1), (1, 0), (0, 1), (1, 1)]
     ends = []
     for wrap in (tp.DistributedOptimizer, lambda optimizer: optimizer):
@@ -324,7 +324,7 @@ def test_accumulation_of_gradients_that_are_missing_equals_keras():
 
 
 def test_partially_missing_groups_of_gradients_are_refused():
-    """Other ranks would update some of them, and this one all or none."""
+    """Other ranks would update some of the group's variables, but this rank all or none."""
     there = tf.constant([True, True, False])
     means = Means([tf.zeros(2)] * 3, missing=([1, 2],), present=there, expected=there)
     with pytest.raises(tf.errors.InvalidArgumentError, match="Received: gradients for only some"):
@@ -349,7 +349,7 @@ class _NoCall(keras.Model):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_rank_trains_on_whatever_keras_takes():
+def test_one_rank_trains_on_all_kinds_of_data():
     model = trained(tp.DistributedOptimizer(SGD(0.1)))
     model.fit(_forever(), steps_per_epoch=2, verbose=0)
     data = tf.data.Dataset.from_tensor_slices(models.mlp.data(16)).batch(4)
@@ -371,7 +371,7 @@ def test_exclusions_from_weight_decay_reach_the_inner_optimizer():
     np.testing.assert_allclose([kernel.numpy()[0], bias.numpy()[0]], [0.95, 1.0])
 
 
-def test_rules_choose_by_path():
+def test_rules_select_variables_by_path():
     policy = policies.parse(
         [("bias", "allreduce"), ("kernel", tp.schemes.AllToAll(wire_dtype="float16"))]
     )

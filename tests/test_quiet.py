@@ -1,4 +1,4 @@
-"""TensorFlow's start-up messages stay off the screen, and nothing else does."""
+"""Start-up messages of TensorFlow are hidden, and other output is not."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def test_other_output_during_the_import_of_tensorflow_is_forwarded(capfd, monkey
     )
     quiet.import_tensorflow()
     assert capfd.readouterr().err == "E0000 cannot load tensorflow\n"
-    assert os.environ[quiet.LEVEL] == "1", "what the user has set stays"
+    assert os.environ[quiet.LEVEL] == "1", "values that the user has set must remain"
 
 
 ABORTS = """

@@ -1,4 +1,4 @@
-"""The README's example is what a new user runs first."""
+"""Tests the example and the links of the README."""
 
 import re
 
@@ -16,7 +16,7 @@ def test_the_example_runs(monkeypatch):
     assert sum(line.startswith("+") for line in difference) == 3
     images = np.random.default_rng(0).integers(0, 255, (64, 28, 28), dtype=np.uint8)
     digits = np.random.default_rng(1).integers(0, 10, 64, dtype=np.uint8)
-    # There are no downloads here; the shapes and types are MNIST's.
+    # Replace the download by images with the shapes and dtypes of MNIST.
     monkeypatch.setattr(
         keras.datasets.mnist, "load_data", lambda: ((images, digits), (images, digits))
     )
@@ -28,8 +28,8 @@ def test_the_example_runs(monkeypatch):
 def test_linked_documents_exist():
     for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
-            assert (document.parent / target).exists(), f"{document.name} points to {target}"
+            assert (document.parent / target).exists(), f"{document.name}: no {target}"
         for path in re.findall(
             r"\b(?:tests|benchmarks|examples)/[\w/]+\.\w+", document.read_text()
         ):
-            assert (ROOT / path).exists(), f"{document.name} names {path}"
+            assert (ROOT / path).exists(), f"{document.name}: no {path}"

@@ -1,4 +1,4 @@
-"""Bad arguments of the optimizer and of the callbacks are refused, before training."""
+"""Bad arguments of the optimizer and of callbacks are refused before training."""
 
 import re
 from unittest import mock
@@ -101,7 +101,7 @@ def test_bad_input_is_refused(make, message):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
-def test_variables_must_be_floating(dtype):
+def test_variables_must_be_floating_point(dtype):
     variable = tf.Variable(tf.zeros([2], dtype), name="counts")
     with pytest.raises(ValueError, match=rf"must be floating-point.*'counts:0' of dtype {dtype}"):
         tp.DistributedOptimizer(SGD()).apply([tf.zeros([2], dtype)], [variable])

@@ -1,4 +1,4 @@
-"""The union of all shares is the data, each sample once, and shares differ by at most one."""
+"""Each sample is in exactly one share, and shares differ by at most one sample."""
 
 import itertools
 import types
@@ -22,19 +22,19 @@ def shares(data, size):
 
 
 def check_law(parts, expected=range(N), most=1):
-    """Checks lists of samples, one of each rank."""
+    """Checks the lists of samples of all ranks."""
     assert sorted(sample for part in parts for sample in part) == sorted(expected)
     lengths = [len(part) for part in parts]
     assert max(lengths) - min(lengths) <= most, lengths
 
 
 def samples(dataset):
-    """The numbers in a dataset of scalars or batches."""
+    """Returns the numbers in a dataset of scalars or batches."""
     return [int(n) for element in dataset for n in np.ravel(tf.nest.flatten(element)[0])]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_arrays(size):
+def test_arrays_are_shared_without_copies(size):
     x = np.arange(N)
     parts = shares({"x": x, "pair": (x[:, None], [x * 2.0]), "none": None}, size)
     check_law([part["x"] for part in parts])
@@ -46,13 +46,13 @@ def test_arrays(size):
     check_law([part.numpy() for part in shares(tf.range(N), size)])
 
 
-def test_frames():
-    """By position, whatever the index is: pandas may not be installed here."""
+def test_frames_are_shared_by_position():
+    """The frame is simulated, because pandas may not be installed here."""
     frame = types.SimpleNamespace(shape=(4, 1), iloc=np.arange(4), __getitem__=None)
     assert [part.tolist() for part in shares(frame, 3)] == [[0, 3], [1], [2]]
 
 
-def test_frames_of_pandas():
+def test_frames_of_pandas_are_shared_by_position():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"a": np.arange(5), "b": np.arange(5) * 2.0}, index=list("vwxyz"))
     x, y = tp.shard((frame, frame["a"]), rank=1, size=2)
@@ -99,7 +99,7 @@ class Numbers(keras.utils.PyDataset):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_batches_of_a_py_dataset(size):
+def test_batches_of_a_pydataset_are_shared(size):
     data = Numbers(N, workers=2, max_queue_size=3)
     parts = shares(data, size)
     check_law([samples(part) for part in parts])
@@ -114,7 +114,7 @@ def test_batches_of_a_py_dataset(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_generators(size):
+def test_elements_of_generators_are_shared(size):
     parts = [tp.shard((n for n in range(N)), rank=rank, size=size) for rank in range(size)]
     assert all(isinstance(part, types.GeneratorType) for part in parts)
     check_law([list(part) for part in parts])
@@ -122,7 +122,7 @@ def test_generators(size):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Four files of 25 records."""
+    """Writes four files of 25 records, and returns their pattern."""
     folder = tmp_path_factory.mktemp("records")
     for number in range(4):
         with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as writer:
@@ -136,7 +136,7 @@ def numbers(dataset):
 
 
 def offset():
-    """A function that reads a variable, as Keras's layers do."""
+    """Returns a variable and a function that reads it, like Keras's layers."""
     variable = tf.Variable(0, dtype=tf.int64)
     return variable, lambda n: n + variable
 
@@ -186,14 +186,14 @@ PIPELINES = {
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines(name, size):
+def test_elements_of_pipelines_are_shared(name, size):
     parts = shares(PIPELINES[name](), size)
-    # A second iteration too, which shuffles again.
+    # A second iteration shuffles again.
     for _ in range(2):
         check_law([samples(part) for part in parts])
 
 
-def test_orders_and_structure_stay():
+def test_shares_preserve_order_and_structure():
     data = Dataset.range(N).shuffle(N, seed=3).map(lambda n: {"n": n}).batch(8)
     part, again = shares(data, 2)[0], shares(data, 2)[0]
     assert part.element_spec == data.element_spec
@@ -205,7 +205,7 @@ def test_orders_and_structure_stay():
 def test_repeated_data_are_complete_in_each_epoch():
     parts = shares(Dataset.range(N).shuffle(N).repeat(2).batch(5), 3)
     check_law([samples(part) for part in parts], [*range(N)] * 2, most=2)
-    # Fewer samples than ranks: the share is one of all repetitions.
+    # With fewer samples than ranks, the repetitions are shared.
     check_law([samples(part) for part in shares(Dataset.range(3).repeat(4), 7)], [*range(3)] * 4)
 
 
@@ -218,7 +218,7 @@ def test_functions_of_a_share_read_the_same_variable():
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("form", ["list", "shuffled", "interleaved", "parallel", "readers"])
-def test_files(files, form, size):
+def test_files_or_their_records_are_shared(files, form, size):
     names = Dataset.list_files(files, shuffle=form not in ("list", "readers"))
     if size > 4 and form not in ("list", "readers"):
         with pytest.raises(ValueError, match=r"fewer than 7 .* ShuffleDataset.*shuffle=False"):
@@ -236,7 +236,7 @@ def test_files(files, form, size):
 
 
 def test_the_share_precedes_a_filter_in_python():
-    """Its choice differs between ranks, and with it the positions of what follows."""
+    """The random filter differs between ranks, and so do the positions of its outputs."""
 
     def drawn(n):
         return tf.numpy_function(lambda n: np.random.default_rng().random() < 0.5, [n], tf.bool)
@@ -254,7 +254,7 @@ def test_the_share_precedes_an_order_that_depends_on_processors():
 
 @pytest.mark.parametrize("places", [lambda d: d.take(60).skip(10), lambda d: d.concatenate(d)])
 def test_random_elements_have_positions(places):
-    """Augmentation before a step that selects by position moves no element."""
+    """Random augmentation does not change the positions of elements."""
     data = Dataset.range(N).map(lambda n: (n, tf.random.uniform([])))
     expected = samples(places(Dataset.range(N)))
     check_law([samples(part) for part in shares(places(data), 3)], expected)

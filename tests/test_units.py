@@ -1,4 +1,4 @@
-"""Sizes, rates, durations and shares mean the same wherever they are read."""
+"""Sizes, rates, durations and shares have the same meaning for all options."""
 
 import pytest
 
@@ -22,8 +22,8 @@ SIZES = {
 
 
 @pytest.mark.parametrize("text", SIZES)
-def test_sizes(text):
-    """The cache's budget and the lab's memory per rank read them alike."""
+def test_sizes_have_decimal_and_binary_prefixes(text):
+    """The cache's budget and the lab's memory per rank use the same syntax."""
     assert parse_size(text) == SIZES[text]
     assert budget_bytes(text, 10**15) == SIZES[text]
 
@@ -56,11 +56,11 @@ RATES = {
 
 
 @pytest.mark.parametrize("text", RATES)
-def test_rates(text):
+def test_rates_have_units_of_bits_or_bytes(text):
     assert parse_rate(text) == RATES[text]
 
 
-def test_durations_and_shares():
+def test_durations_have_units_and_shares_are_percentages():
     assert [parse_duration(text) for text in ("2s", "1.5ms", "3 usec")] == [2, 1.5e-3, 3e-6]
     assert [parse_share("12.5%"), parse_share("0.1%")] == [0.125, 0.001]
     with pytest.raises(ValueError, match=r"A percentage must be at most 100%. Received: '101%'"):
@@ -71,5 +71,5 @@ def test_durations_and_shares():
     ("size", "text"),
     [(0, "0 B"), (999, "999 B"), (1500, "1.50 kB"), (2.5e6, "2.50 MB"), (3e9, "3.00 GB")],
 )
-def test_readable_size(size, text):
+def test_readable_sizes_have_three_digits(size, text):
     assert readable_size(size) == text

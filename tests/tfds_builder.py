@@ -1,4 +1,4 @@
-"""A data set of tensorflow-datasets that tests prepare from samples of their own."""
+"""A data set of tensorflow-datasets with the samples of a test."""
 
 import pytest
 
@@ -6,10 +6,11 @@ tfds = pytest.importorskip("tensorflow_datasets")
 
 
 class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Base of the data sets of tests, which are found by their class's name."""
+    """Base class of data sets in tests; the name of a subclass is the name of the data set."""
 
     VERSION = tfds.core.Version("1.0.0")
-    # Looking for it, 4.9.10 needs importlib_resources, which it does not ask for.
+    # tensorflow-datasets 4.9.10 would search for it with importlib_resources, which it does not
+    # require.
     code_path = None
 
     def features(self):
@@ -33,7 +34,7 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def prepare(builder, **options):
-    """Writes the files of a data set, and returns it.
+    """Writes the files of a data set, and returns the data set.
 
     Args:
       builder: The data set.

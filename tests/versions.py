@@ -1,16 +1,16 @@
 """Runs tests and a job of two ranks on every supported pair of Python and TensorFlow.
 
-For each pair an environment of its own is made, with TensorFlow and Horovod by
-`python -m tfposeidon install` and tfposeidon from its sdist. What runs there is
-`python -m tfposeidon check`, a part of the fast tests, and `examples/keras_digits.py` on two ranks.
-Tests see the installed packages and not those of this folder.
+Each pair has a separate environment, with TensorFlow and Horovod from
+`python -m tfposeidon install`, and with tfposeidon from its sdist. It runs
+`python -m tfposeidon check`, some or all fast tests, and `examples/keras_digits.py` on two ranks.
+Tests use the installed packages, not those of this folder.
 
-A pair that ends in `-cuda` installs with `--cuda` and needs nvcc: TensorFlow and Horovod with NCCL,
-and the native ops with GPU kernels. It trains on CPUs, and leaves out the fast tests.
+A pair that ends in `-cuda` requires nvcc, and installs with `--cuda`: Horovod has NCCL, and the
+native ops have GPU kernels. It trains on CPUs, and omits the fast tests.
 
-Interpreters are found by name (`python3.12`), on the path or in pyenv's folder; pairs whose
-interpreter is missing are skipped. Results are kept as JSON: pairs that have passed are not run
-again. It ends with a table in Markdown.
+Interpreters are found by name (`python3.12`), on the path or in pyenv's folder. Pairs without an
+interpreter are skipped. Results are stored as JSON, and pairs that have passed do not run again.
+The last output is a table in Markdown.
 
     make test-versions
     python -m tests.versions --pairs 3.13-2.21 3.12-2.19 --tests fast
@@ -57,11 +57,11 @@ TAIL_LINES = 15
 
 
 class Pair:
-    """A release of Python with one of TensorFlow, and the folder of its environment.
+    """A release of Python and one of TensorFlow, with their folder.
 
     Args:
       name: `"3.12-2.20"`, or `"3.12-2.20-cuda"`.
-      folder: Where the environments of all pairs are.
+      folder: Folder of all pairs.
     """
 
     def __init__(self, name, folder):
@@ -74,17 +74,17 @@ class Pair:
         self.tests = self.folder / "tests"
 
     def run(self, *command, cwd=None):
-        """Runs `python command` in the environment; adds what it says to the log."""
+        """Runs `python command` in the environment, and appends its output to the log."""
         program = [str(self.environment / "bin" / "python"), *map(str, command)]
         return self.call(program, cwd or self.folder)
 
     def call(self, command, cwd):
-        """Runs any command at low priority; adds what it says to the log.
+        """Runs any command at low priority, and appends its output to the log.
 
         Raises:
-          subprocess.CalledProcessError: If it fails.
+          subprocess.CalledProcessError: If the command fails.
         """
-        # On CPUs, also where there are GPUs: two ranks may not share one under NCCL.
+        # Hide GPUs, because NCCL refuses two ranks on one GPU.
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.cuda else {}
         variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": "", **hidden}
         with (self.folder / "log").open("a") as log:
@@ -101,11 +101,11 @@ class Pair:
             )
 
     def last_lines(self):
-        """Returns the end of the log."""
+        """Returns the last lines of the log."""
         return (self.folder / "log").read_text(errors="replace").splitlines()[-TAIL_LINES:]
 
     def installed(self):
-        """Returns versions of what matters in the environment, by name."""
+        """Returns the versions of the main packages in the environment, by name."""
         code = (
             "import importlib.metadata as m, json, platform;"
             "names = ['tensorflow', 'tensorflow-cpu', 'keras', 'numpy', 'horovod'];"
@@ -120,12 +120,12 @@ class Pair:
 
 
 def interpreter(release):
-    """Returns the path of `python<release>`, or `None` where there is none that runs."""
+    """Returns the path of a working `python<release>`, or `None`."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     candidates = [shutil.which(f"python{release}")]
     candidates += sorted(pyenv.glob(f"versions/{release}.*/bin/python{release}"))
     for path in filter(None, candidates):
-        # A shim of pyenv is found where the release behind it is not chosen, and fails.
+        # A shim of pyenv exists, but fails if its release is not selected.
         done = subprocess.run([path, "-c", "import venv"], capture_output=True)
         if done.returncode == 0:
             return str(path)
@@ -133,14 +133,14 @@ def interpreter(release):
 
 
 def make_environment(pair, options):
-    """Makes an empty environment, and copies what git knows of this folder."""
+    """Creates an empty environment, and copies the files that git knows in this folder."""
     shutil.rmtree(pair.folder, ignore_errors=True)
     pair.folder.mkdir(parents=True)
     pair.call([interpreter(pair.python), "-m", "venv", str(pair.environment)], pair.folder)
     listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in names.stdout.splitlines():
-        # Not what was deleted and not committed.
+        # Skip files that were deleted without a commit.
         if (ROOT / name).exists():
             for home in [pair.source] + [pair.tests] * (name.split("/")[0] not in PACKAGES):
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -154,8 +154,8 @@ def install(pair, options):
 
 
 def package(pair, options):
-    """Installs tfposeidon from what its sdist holds."""
-    # What pip would install into the isolated environment of a build.
+    """Installs tfposeidon from its sdist."""
+    # pip would install these tools into the isolated environment of a build.
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     pair.run("-m", "pip", "--disable-pip-version-check", "install", "-q", *tools)
     build = "import build_backend; build_backend.build_sdist('../dist')"
@@ -175,7 +175,7 @@ def check(pair, options):
 
 
 def test(pair, options):
-    """Runs the fast tests, or the core of them."""
+    """Runs the fast tests, or a core of them."""
     if pair.cuda:
         return
     places = ["tests"] if options.tests == "fast" else [f"tests/{place}" for place in CORE]
@@ -200,10 +200,10 @@ STEPS = {
 
 
 def run(pair, options):
-    """Runs all steps of a pair up to the first that fails.
+    """Runs the steps of a pair until one fails.
 
     Returns:
-      What the table shows: versions, seconds of each step, and what failed with its last lines.
+      Versions, seconds of each step, and the failed step with the last lines of its log.
     """
     result = {"passed": False, "tests": options.tests, "seconds": {}}
     for name, step in STEPS.items():
@@ -278,9 +278,9 @@ def main():
     )
     parser.add_argument("--tests", choices=["core", "fast"], default="core")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "versions")
-    parser.add_argument("--again", action="store_true", help="run what has passed, too")
+    parser.add_argument("--again", action="store_true", help="repeat pairs that have passed")
     parser.add_argument("--keep", action="store_true", help="keep environments (2 GB each)")
-    parser.add_argument("--table", action="store_true", help="show results and run nothing")
+    parser.add_argument("--table", action="store_true", help="show the results and run no pair")
     options = parser.parse_args()
     file = options.folder.resolve() / "results.json"
     for name in [] if options.table else options.pairs or supported_pairs():
@@ -291,7 +291,7 @@ def main():
             print(f"{name}: skipped, as there is no python{name.split('-')[0]}")
             continue
         result = run(Pair(name, options.folder.resolve()), options)
-        # Read again: another process may have run other pairs meanwhile.
+        # Read the file again, because another process may have run other pairs meanwhile.
         file.write_text(json.dumps(_results(file) | {name: result}, indent=1))
         print(line(name, result), *result.get("log", []), sep="\n", flush=True)
     print(f"\n{table(_results(file))}")

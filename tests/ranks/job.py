@@ -1,4 +1,4 @@
-"""A job of ranks that run tests: starts it, follows its files, and ends it."""
+"""Starts a job of ranks that run tests, follows the files of the ranks, and ends the job."""
 
 import json
 import re
@@ -27,12 +27,12 @@ FRAMEWORK = re.compile(r"/(_pytest|pluggy|pytest)/|<frozen runpy>").search
 
 
 class _Rank:
-    """What one rank has written so far."""
+    """The messages that one rank has written so far."""
 
     def __init__(self, path):
         self._path, self._read = path, 0
         self.reports, self.broken = {}, []
-        # Test -> when it has begun, when this rank has left it, and when all have.
+        # Test -> when it began, when this rank finished it, and when all ranks finished it.
         self.begun, self.left, self.ended = {}, {}, {}
 
     def update(self):
@@ -55,7 +55,7 @@ class _Rank:
             getattr(self, what)[nodeid] = now
 
     def has_failed(self, nodeid):
-        """Whether it has left the test with a failure."""
+        """Returns whether this rank has finished the test with a failure."""
         found = self.reports.get(nodeid, ())
         return nodeid in self.left and any(report["outcome"] == "failed" for report in found)
 
@@ -64,8 +64,8 @@ class Job:
     """Ranks that run tests of one world in turn.
 
     Args:
-      nodeids: The tests; all must be of `world`.
-      options: Of pytest on each rank.
+      nodeids: Names of the tests, which must all require `world`.
+      options: Options of pytest on each rank.
     """
 
     def __init__(self, world, nodeids, options):
@@ -79,7 +79,8 @@ class Job:
         with (self._folder / "output").open("w") as output:
             self._process = launch.start(
                 world.command(*program),
-                # What tests leave in the folder for temporary files goes with the job.
+                # Temporary files of tests are in the job's folder, so that they are removed with
+                # it.
                 {
                     **dict(world.environment),
                     FOLDER: str(self._folder),
@@ -92,16 +93,16 @@ class Job:
 
     @property
     def has_started(self):
-        """Whether any rank has come to its first test."""
+        """Returns whether any rank has started its first test."""
         return any(rank.begun for rank in self._ranks)
 
     @property
     def has_ended(self):
-        """Whether its process has ended, with any exit code."""
+        """Returns whether the process of the job has ended, with any exit code."""
         return self._process.poll() is not None
 
     def wait(self, nodeid, limit_s):
-        """Waits for a test; returns each rank's reports, and why it did not end."""
+        """Waits for a test; returns each rank's reports, and the reason if it did not end."""
         while True:
             over = self._process.poll() is not None
             for rank in self._ranks:
@@ -136,7 +137,7 @@ class Job:
         return f"with exit code {self._process.poll()}"
 
     def _words(self):
-        """Stacks of ranks that hang, and the last that the job has printed."""
+        """Returns the stacks of ranks that hang, and the last output of the job."""
         parts = [
             f"--- rank {n} could not collect ---\n{text}"
             for n, rank in enumerate(self._ranks)
@@ -153,7 +154,7 @@ class Job:
         return "\n".join([*parts, "--- last lines of the job ---", output])
 
     def end(self):
-        """Waits for ranks that have run their last test; returns what was wrong, or `None`."""
+        """Waits for the end of the job after its last test; returns its error, or `None`."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -165,7 +166,7 @@ class Job:
         return words
 
     def kill(self):
-        """Ends what still runs, and removes its files."""
+        """Kills the job if it still runs, and removes its files."""
         if self._process.poll() is None:
             launch.kill(self._process)
         launch.finish(self._process)

@@ -1,9 +1,8 @@
-"""Tests marked `@pytest.mark.ranks` run on real ranks: one job for all that a world is asked for.
+"""Runs tests marked `@pytest.mark.ranks` on real ranks, with one job for all tests of a world.
 
-The session collects, selects and reports them as any test. It runs none of them itself: when the
-first of a world has its turn, it starts a job in which each rank runs pytest (`worker.py`). One
-more job runs beside what the session waits for, which leaves processors idle: that of the world
-that comes next.
+The session collects, selects and reports these tests, but does not run them. Before the first test
+of a world, it starts a job, in which each rank runs pytest (`worker.py`). The job of the next world
+starts early, in parallel, because jobs mostly leave processors idle.
 """
 
 import itertools
@@ -17,18 +16,18 @@ PHASES = ("setup", "call", "teardown")
 
 
 class Session:
-    """The plugin of the session that starts jobs."""
+    """Plugin of the session, which starts the jobs."""
 
     def __init__(self, config):
         self._config = config
         self._job = None
-        # World -> its job, which has started before its turn; and the first tests of those to come.
+        # World -> its job that has started early; and the first test of each later world.
         self._early, self._for_early = {}, []
         self._not_started = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Tests of one world stand together, where the first of them stands."""
+        """Moves all tests of a world to the position of the first of them."""
         first = {}
         places = {
             item: first.setdefault(world_of(item) or item, place)
@@ -47,7 +46,7 @@ class Session:
         self._for_early = [item for world, item in first.items() if not world.why_not()]
 
     def _start_early(self):
-        """Starts the next job, once the one before has ended."""
+        """Starts the job of the next world if no early job is running."""
         if self._for_early and all(job.has_ended for job in self._early.values()):
             item = self._for_early.pop(0)
             world = world_of(item)
@@ -64,7 +63,7 @@ class Session:
         for report in self._reports(item, world, nextitem):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        # What tests before this one set up may be shared with it, but not with those after it.
+        # Tear down fixtures that later tests do not share.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 
@@ -94,7 +93,7 @@ class Session:
         return reports
 
     def _start(self, item, world):
-        """Starts a job for this test of a world and those after it."""
+        """Starts a job for this test and all later tests of its world."""
         rest = itertools.dropwhile(lambda other: other is not item, item.session.items)
         left = [o.nodeid for o in itertools.takewhile(lambda o: world_of(o) == world, rest)]
         return Job(world, left, _options(self._config))
@@ -111,11 +110,11 @@ class Session:
 
 
 def _options(config):
-    """Of pytest on a rank: as in the session, where it changes what a failure shows."""
+    """Returns pytest's options on a rank: those of the session that affect reports of failures."""
     option = config.option
     return [
         *("-o", "addopts=", "-o", "timeout=0", "-p", "no:cacheprovider", "--strict-markers"),
-        # What Keras tells users of their data and gradients is no fault of a test.
+        # Keras's warnings about data and gradients are not faults of a test.
         *("-W", "default::UserWarning", "--no-header", f"--verbosity={option.verbose}"),
         *(f"--tb={option.tbstyle}", *(["-l"] if option.showlocals else [])),
         *(["--runxfail"] if option.runxfail else []),
@@ -123,7 +122,7 @@ def _options(config):
 
 
 def merged(item, ranks):
-    """One report for each phase from those of all ranks: that of the rank that failed first."""
+    """Merges the reports of all ranks into one per phase: that of the rank that failed first."""
     reports = []
     for phase in PHASES:
         of_phase = {
@@ -132,7 +131,7 @@ def merged(item, ranks):
             for report in reports_of_rank
             if report.when == phase
         }
-        # Where a rank was not set up, what others ran is no outcome.
+        # If the setup failed on a rank, omit the test's report from other ranks.
         done = phase == "call" and not all(report.passed for report in reports)
         if of_phase and not done:
             reports.append(_merge(item, of_phase, len(ranks)))
@@ -162,7 +161,7 @@ def _crash(report):
 
 
 def _with_note(report, title, text):
-    """Adds to what a failure shows, in junit's files too."""
+    """Adds a section to the report of a failure, also for junit files."""
     if hasattr(report.longrepr, "addsection"):
         report.longrepr.addsection(title, text)
     else:
@@ -171,7 +170,7 @@ def _with_note(report, title, text):
 
 
 def _with_trouble(item, reports, trouble):
-    """A job that had to be ended fails the test, unless it has failed by itself."""
+    """Fails the test whose job had to be ended, or adds the reason to its failure."""
     for report in reports:
         if report.failed:
             _with_note(report, "the job was ended", trouble)

@@ -1,4 +1,4 @@
-"""Tests with troubles, for tests/jobs/test_ranks.py: pytest collects them when they are named."""
+"""Failing tests and others for tests/jobs/test_ranks.py; pytest collects them only by name."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_that_waits_for_a_failed_rank(wire):
 
 
 def test_that_leaves_others_in_an_exchange(wire):
-    """It meets the exchange that ends the test: both ranks fail, and the next test passes."""
+    """The other rank is at the end of the test: both ranks fail, but the next test passes."""
     assert tp.rank() != 1, "rank 1 left first"
     exchange_objects(None, wire, "done")
 

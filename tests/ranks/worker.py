@@ -1,6 +1,6 @@
-"""pytest on one rank of a job: runs the tests that the session asks for, and tells it of each step.
+"""Runs pytest on one rank of a job, and reports each step to the session.
 
-Each rank writes lines of JSON into a file of its own: that a test begins, a report, that it ended.
+Each rank writes lines of JSON into its own file: the start of a test, its report, and its end.
 """
 
 import faulthandler
@@ -22,10 +22,10 @@ FOLDER = "TESTS_RANKS_FOLDER"
 
 
 class Worker:
-    """The plugin of one rank.
+    """Plugin of pytest on one rank.
 
     Args:
-      folder: Folder of the job: `start`, `tests`, and a file of each rank.
+      folder: Folder of the job, with `start`, `tests`, and a file of each rank.
     """
 
     def __init__(self, config, folder):
@@ -55,8 +55,8 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self):
-        # Objects made by imports live as long as the rank: no collection needs to look at them.
-        # The thresholds are low: to free the graphs of several tests at once took a minute.
+        # Exclude imported objects, which live as long as the rank, from garbage collections. The
+        # thresholds are low, because freeing the graphs of several tests at once took a minute.
         gc.freeze()
         gc.set_threshold(5_000, 10, 10)
 
@@ -67,8 +67,8 @@ class Worker:
         faulthandler.dump_traceback_later(self._limit_s, file=self._stacks)
         result = yield
         self._tell(left=item.nodeid)
-        # No rank begins the next test while another may still be in a collective of this one. Where
-        # the other meets this exchange there, both fail, and the session starts a new job.
+        # No rank starts the next test while another rank may still be in a collective of this one.
+        # If the exchange meets that collective, both ranks fail, and the session starts a new job.
         exchange_objects(None, self._wire, "next test")
         faulthandler.cancel_dump_traceback_later()
         self._tell(ended=item.nodeid)
@@ -76,7 +76,7 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_exception_interact(self):
-        # At each failure pytest's own plugin takes the timer away.
+        # pytest's own plugin cancels this timer at each failure.
         faulthandler.dump_traceback_later(self._limit_s, file=self._stacks)
 
     def pytest_runtest_logreport(self, report):
@@ -85,23 +85,23 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session, exitstatus):
-        # The session knows which tests failed; a rank that ends in good order ends no other.
+        # The session knows which tests failed, and another exit status would end the other ranks.
         if exitstatus == pytest.ExitCode.TESTS_FAILED:
             session.exitstatus = pytest.ExitCode.OK
 
     @pytest.fixture(autouse=True)
     def _anew(self):
-        """Seeds, policy and names of layers are those of a new process."""
+        """Resets seeds, dtype policy and names of layers to those of a new process."""
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(7)
         keras.config.set_dtype_policy("float32")
 
     @pytest.fixture
     def wire(self):
-        """Collectives that join the ranks."""
+        """Returns the communicator of the ranks."""
         return self._wire
 
 
 def folder_of_job():
-    """The job's folder on a rank; `None` in the session that starts jobs."""
+    """Returns the job's folder on a rank, or `None` in the session that starts jobs."""
     return Path(os.environ[FOLDER]) if FOLDER in os.environ else None

@@ -1,4 +1,4 @@
-"""Worlds: how many ranks a test needs, on how many nodes, and what else their job is given."""
+"""Worlds: the ranks, nodes and other settings of the job that a test needs."""
 
 import dataclasses
 import shutil
@@ -20,18 +20,18 @@ that are not about `auto` exchange by the scheme that they name, or by all-reduc
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What `@pytest.mark.ranks(*layouts, ...)` asks for: one of these for each layout.
+    """Layout and options of `@pytest.mark.ranks(*layouts, ...)`, one for each layout.
 
     Args:
       layout: "2" (ranks), "2x2" (nodes times ranks of each) or "2+1" (ranks of each node).
       lab: Options of the lab's network, such as "--inter 200mbit"; by default there is no lab.
       launcher: "horovodrun" or "mpirun".
-      own_network: True for a loopback of its own, which carries the bytes of no other job.
+      own_network: True for a separate loopback interface, without the bytes of other jobs.
       processors: Number of CPU cores that each rank may use; by default all.
-      environment: Variables of the job, beside those of all jobs; `None` takes one away.
-      init: Arguments of `tp.init`, beside `INIT`.
-      job: Name of a job of its own, where one for all tests would take too long: jobs run side by
-        side.
+      environment: Additional variables of the job; the value `None` removes a variable.
+      init: Arguments of `tp.init`, in addition to `INIT`.
+      job: Name of a separate job, if one job for all tests would take too long; jobs run in
+        parallel.
     """
 
     layout: str
@@ -61,7 +61,7 @@ class World:
 
     @property
     def nodes(self):
-        """Ranks of each node."""
+        """Returns the number of ranks on each node."""
         if "x" in self.layout:
             nodes, ranks = map(int, self.layout.split("x"))
             return [ranks] * nodes
@@ -73,12 +73,12 @@ class World:
 
     @property
     def arguments_of_init(self):
-        # The lab's nodes are found by their names.
+        # The lab's nodes have names, by which `tp.init` finds them.
         nodes = {} if self.lab or len(self.nodes) == 1 else {"ranks_per_node": self.nodes[0]}
         return {**nodes, **INIT, **dict(self.init)}
 
     def command(self, *program):
-        """Starts `program` on every rank."""
+        """Returns the command that starts `program` on every rank."""
         if self.lab:
             shape = f"--nodes {len(self.nodes)} --per-node {self.nodes[0]} {self.lab}"
             return launch.lab_command(shape, *program)
@@ -88,22 +88,22 @@ class World:
         command = launch.horovodrun_command(self.size, *program)
         if not self.own_network:
             return command
-        # Bytes of interfaces are in /sys, which shows the network that it was mounted in.
+        # Mount /sys again, because it counts the bytes of the network in which it was mounted.
         begin = 'mount -t sysfs none /sys && ip link set lo up && exec "$0" "$@"'
         return ["unshare", "--net", "--mount", "--map-root-user", "sh", "-c", begin, *command]
 
     def why_not(self):
-        """Reason for which this machine cannot start it; `None` if it can."""
+        """Returns the reason why this machine cannot start the job, or `None`."""
         if self.launcher == "mpirun" and not (hvd.mpi_built() and shutil.which("mpirun")):
-            return "Horovod was built without MPI, or there is no mpirun"
+            return "requires mpirun, and a Horovod built with MPI"
         return None
 
 
 def pytest_generate_tests(metafunc):
-    """Makes a test of several worlds several tests; tests/conftest.py takes this hook.
+    """Parametrizes a test over its worlds; tests/conftest.py imports this hook.
 
-    Worlds are those of the test's own marks, or else of its class's or module's. Those marked with
-    `core=True` belong to `make test`.
+    Marks of the test take precedence over those of its class, and these over those of its module.
+    `make test` includes worlds with `core=True`.
     """
     marks = list(metafunc.definition.iter_markers_with_node("ranks"))
     worlds = []
@@ -119,18 +119,18 @@ def pytest_generate_tests(metafunc):
 
 
 def world_of(item):
-    """The world of a collected test; `None` if it needs no ranks."""
+    """Returns the world of a collected test, or `None` if it needs no ranks."""
     return item.callspec.params.get("world") if hasattr(item, "callspec") else None
 
 
 def prepare(item):
-    """Leaves the limit of a test on ranks to its job, which ends all ranks together."""
+    """Disables the session's time limit of a test on ranks, because its job has the limit."""
     if not world_of(item):
-        raise pytest.UsageError(f"put `ranks` on a function, class or module: {item.nodeid}")
+        raise pytest.UsageError(f"`ranks` must mark a function, class or module: {item.nodeid}")
     item.add_marker(pytest.mark.timeout(0), append=False)
 
 
 def limit_of(item):
-    """Seconds that a test may take on ranks."""
+    """Returns the seconds that a test may take on ranks."""
     limits = (mark.args[0] for mark in item.iter_markers("timeout") if mark.args)
     return next(filter(None, limits), LIMIT_S)

@@ -1,4 +1,4 @@
-"""In the lab, loopbacks and links carry the bytes that were predicted for them."""
+"""In the lab, the loopback interface and the links carry the predicted bytes."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.helpers import counting
 pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 
-def test_bytes_on_the_link_and_on_the_loopback(wire):
+def test_the_link_and_the_loopback_carry_the_predicted_bytes(wire):
     node = wire.topology.node.ranks
 
     def sums(kind):

@@ -1,4 +1,4 @@
-"""The contract table on real ranks."""
+"""Checks the contract of all schemes on real ranks."""
 
 import keras
 import numpy as np
@@ -15,8 +15,8 @@ pytestmark = [
 ]
 
 
-def test_in_graphs(wire):
-    """Where TensorFlow could fold or merge collectives."""
+def test_contract_in_traced_functions(wire):
+    """TensorFlow must neither fold nor merge collectives in a graph."""
 
     def compiled(function, *args):
         return tf.function(function, reduce_retracing=True, autograph=False)(*args)
@@ -38,8 +38,8 @@ def test_contract_on_every_layout(wire):
 
 @pytest.mark.ranks("2x2", core=True)
 @pytest.mark.ranks("2x2", launcher="mpirun")
-def test_constant_gradients(wire):
-    """Those of a linear loss: TensorFlow must not take a collective's result for a constant."""
+def test_constant_gradients_are_exchanged(wire):
+    """TensorFlow must not treat the exchanged gradient of a linear loss as a constant."""
     for scheme in (*(scheme for scheme, _ in contract.SCHEMES.values() if scheme.exact), SERVED):
         _check_constant_gradient(scheme)
 
@@ -63,8 +63,8 @@ def _check_same_bits(array, wire):
 
 
 @pytest.mark.ranks("2+1", own_network=True)
-def test_bytes_on_the_wire(wire):
-    """Checks that the loopback carries what `cost` says, within headers; test_bytes.py on 2 x 2."""
+def test_the_loopback_carries_the_predicted_bytes(wire):
+    """The tolerance is for packet headers; test_bytes.py tests 2 x 2 ranks."""
     ranks = range(wire.topology.size)
     counting.check(
         wire, {"lo": lambda cost: sum(cost(wire.topology.seen_from(r)).bytes for r in ranks)}

@@ -1,4 +1,4 @@
-"""Schemes of a user's own, made from `tp.schemes` alone: registered nowhere, passed as objects."""
+"""Custom schemes that use only `tp.schemes`, are not registered, and are passed as objects."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ RING = tp.schemes.AllReduce()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathered(tp.schemes.Scheme):
-    """The mean of what each rank has gathered of all, but of the ranks named `without`."""
+    """Gathers the gradients of all ranks, and averages them except for the ranks `without`."""
 
     without: tuple[int, ...] = ()
     small: tp.schemes.Scheme = RING
@@ -50,7 +50,7 @@ class Gathered(tp.schemes.Scheme):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduce(Gathered):
-    """Has the name of a class of ours."""
+    """Scheme with the same name as one of tfposeidon's classes."""
 
 
 def _sgd(scheme):
@@ -80,7 +80,7 @@ def test_a_model_with_a_custom_scheme_is_loaded(tmp_path):
     assert type(policy.scheme.small) is tp.schemes.AllReduce
 
 
-def test_a_name_comes_from_the_class():
+def test_the_class_determines_the_name_of_a_scheme():
     assert (str(Gathered()), str(AllReduce(without=(1,)))) == (
         "gathered",
         "allreduce(without=(1,))",
@@ -89,7 +89,7 @@ def test_a_name_comes_from_the_class():
 
 def test_schemes_without_comparable_options_are_refused():
     class Slower(Gathered):
-        """Adds no options, so that those of its base are all."""
+        """Adds an attribute that is not an option."""
 
     assert str(_sgd(Slower(without=(1,))).policy) == "slower(without=(1,))"
 
@@ -111,7 +111,7 @@ def test_schemes_without_comparable_options_are_refused():
 
 
 @pytest.mark.ranks("2")
-def test_a_custom_scheme_trains(wire):
+def test_a_custom_scheme_trains_like_one_process(wire):
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     reference = train_alone(models.copy(models.mlp, start), data, sgd())
     for scheme in (Gathered(), [("kernel", Gathered()), (".*", "ps")]):
@@ -121,7 +121,7 @@ def test_a_custom_scheme_trains(wire):
         same_on_all_ranks(weights, wire)
         kernels = [b for b in optimizer.plan.buckets if "kernel" in b.descriptions[0].path]
         assert {bucket.scheme for bucket in kernels} == {Gathered()}
-        # Each kernel to the one other rank.
+        # Each kernel is sent to the one other rank.
         assert sum(bucket.cost(wire.topology).bytes for bucket in kernels) == sum(
             bucket.bytes for bucket in kernels
         )
@@ -136,7 +136,7 @@ def test_ranks_compare_the_options_of_a_custom_scheme(wire):
 
 
 def test_the_time_of_a_custom_scheme_is_predicted():
-    """By its stages: two ranks gather with half the messages of a ring."""
+    """By its stages, two ranks gather with half the messages of a ring."""
     topology, links = (
         tp.schemes.Topology.regular(0, 2, 1),
         tp.NetworkProfile.of("1gbit", ranks_per_node=1),

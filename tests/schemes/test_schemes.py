@@ -1,4 +1,4 @@
-"""Every scheme over every layout, on the in-process wire: values, names, bytes; and bad input."""
+"""Checks the values, names and bytes of every scheme on simulated ranks, and bad input."""
 
 import numpy as np
 import pytest
@@ -27,11 +27,11 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", contract.SCHEMES)
 @pytest.mark.parametrize("length", contract.LENGTHS)
-def test_contract(scheme, length, layout):
+def test_contract_on_simulated_ranks(scheme, length, layout):
     _check(scheme, length, LAYOUTS[layout])
 
 
-# "onebit", the benchmarks' own, multiplies what all pairs of ranks exchange.
+# "onebit", a scheme of the benchmarks, gathers the codes of all ranks, which is slow on 128 ranks.
 @pytest.mark.parametrize(
     "scheme", [name for name in contract.SCHEMES if " " not in name and name != "onebit"]
 )
@@ -49,7 +49,7 @@ def _check(name, length, nodes):
         stages = contract.SCHEMES[name][0].stages(length, 4, topology)
         check_calls(cluster, rank, stages, f"contract.{name}.{length}".replace(" ", "_"))
         cost = total_cost(stages, topology)
-        # A ring's chunks differ by an element where the ranks do not divide the length.
+        # Chunks of a ring differ by an element if the number of ranks does not divide the length.
         slack = 2 * 4 * len(means) if name.startswith("allreduce") else 0
         assert cluster.bytes_of(rank) == pytest.approx(
             (cost.node_bytes, cost.cross_bytes), abs=slack
@@ -58,7 +58,7 @@ def _check(name, length, nodes):
 
 
 def check_calls(cluster, rank, stages, prefix):
-    """Checks that a rank has asked the wire for the transfers among `stages`, in their order."""
+    """Checks that a rank has called the collectives of `stages` in their order."""
     described = [
         (stage.operation, stage.group.ranks, f"{prefix}.{stage.name}".rstrip("."), stage.itemsize)
         for stage in stages
@@ -103,7 +103,7 @@ def test_sixteen_bit_wire_dtypes_halve_the_bytes():
     ids=str,
 )
 @pytest.mark.parametrize("kind", SPARSE)
-def test_conservation(kind, options, density, layout):
+def test_sparse_schemes_send_or_retain_each_part_of_a_gradient(kind, options, density, layout):
     scheme = kind(density=density, **options)
     cluster = Cluster(LAYOUTS[layout])
     ends = cluster.run(
@@ -126,7 +126,7 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
 
     for finite in Cluster(((0, 1), (2, 3))).run(exchange):
         assert not finite[4]
-        # A bit says no more than that something of its sign was not finite.
+        # A bit only shows that some element with its sign was not finite.
         assert finite.sum() == 8 or scheme == "onebit"
 
 
@@ -156,7 +156,7 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
         ),
     ],
 )
-def test_bad_input_to_sparse_schemes(kind, options, message):
+def test_bad_input_to_sparse_schemes_is_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(**options)
 
@@ -179,7 +179,7 @@ def test_more_elements_than_indices_are_refused():
 
 
 def test_hierarchical_top_k_sends_the_bytes_of_its_docstring():
-    """Shi et al. 2021, Eq. 7, 9 and 10, with indices."""
+    """The values are those of Shi et al. 2021, Eq. 7, 9 and 10, with indices in addition."""
     m, n, d = 16, 8, 16 * 8 * 10_000
     topology = Topology.regular(5, m * n, n)
     cost = schemes.HiTopK(density=0.01).cost(d, 4, topology)
@@ -188,7 +188,7 @@ def test_hierarchical_top_k_sends_the_bytes_of_its_docstring():
     assert cost.node_bytes == 4 * (n - 1) * d / n + 8 * (n - 1) * m * k
     halves = schemes.HiTopK(density=0.01, wire_dtype="bfloat16").cost(d, 4, topology)
     assert halves.cross_bytes == 6 * (m - 1) * k
-    # More pairs than values: the sums of the shards are gathered.
+    # With more pairs than values, the sums of the shards are gathered.
     cost = schemes.HiTopK(density=0.04).cost(d, 4, topology)
     assert cost.node_bytes == 2 * 4 * (n - 1) * d / n
     flat = schemes.TopK(density=0.001).cost(d, 4, topology)
@@ -222,7 +222,8 @@ def test_warm_up_ends_at_the_density():
         return nonzero
 
     for nonzero in Cluster(LAYOUTS["2x1"]).run(exchange):
-        # Both ranks have the same gradients: at densities 1, 0.32, 0.1, 0.03, 0.01, 0.01.
+        # The gradients of both ranks are equal, and the densities 1, 0.32, 0.1, 0.03, 0.01 and
+        # 0.01.
         assert nonzero == [1000, 316, 100, 32, 10, 10]
 
 

@@ -1,4 +1,4 @@
-"""Sparse schemes lose nothing in real steps, whatever happens to rates, scheme or process."""
+"""Sparse schemes lose no part of a gradient in real steps, even if rates or schemes change."""
 
 import functools
 import itertools
@@ -26,12 +26,12 @@ LENGTH = 997
 
 
 @pytest.mark.ranks("2x2")
-def test_conservation(wire):
-    """In the graph, step after step, warm-up and flush included."""
+def test_sparse_schemes_send_or_retain_each_part_in_graphs(wire):
+    """The steps include the warm-up and a flush of the residuals."""
     options = ({"wire_dtype": "float16"}, {"momentum": 0.9, "select": "dgc"}, {"warmup_steps": 2})
     for turn, (kind, more) in enumerate(itertools.product(KINDS, options)):
         scheme = kind(density=0.02, **more)
-        # Once, as in training: steps differ by what was kept alone.
+        # Trace the exchange once, as in training, so that steps differ only in their state.
         compiled = functools.cache(functools.partial(tf.function, autograph=False))
         mean, _ = contract.check_conservation(
             scheme,
@@ -46,7 +46,7 @@ def test_conservation(wire):
 
 
 class _Given:
-    """A weight, and gradients that do not depend on it: dense SGD's end is known."""
+    """Trains a weight on gradients that do not depend on it, so dense SGD's result is known."""
 
     def __init__(self, wire, scheme, rate, inner=None, initial_scale=None):
         self.wire = wire
@@ -67,7 +67,7 @@ class _Given:
             self.turn += 1
 
     def check(self):
-        """After a flush the weights are those of dense training."""
+        """Checks that the weights after a flush are those of dense training."""
         self.optimizer.exchange.flush()
         self.go(0.1, 1)
         np.testing.assert_allclose(self.weight.numpy(), self.expected, atol=1e-5)
@@ -90,7 +90,7 @@ def test_a_changed_learning_rate_does_not_change_the_residual(wire):
 def test_a_changed_loss_scale_does_not_change_the_residual(wire):
     given = _Given(wire, HiTopK(density=0.02, min_elements=0), 0.1, initial_scale=64.0)
     given.go(0.1, 3, scale=64.0)
-    # One rank overflows: the step is skipped everywhere, and the scale falls.
+    # One rank overflows, so all ranks skip the step, and the scale decreases.
     given.step(
         tf.fill([LENGTH], np.float32(np.inf) if wire.topology.rank == 0 else np.float32(1.0))
     )
@@ -111,16 +111,16 @@ def test_a_non_finite_step_does_not_change_the_state(wire):
         given.step(tf.constant(bad))
         for variable, value in zip(rank_variables(given.optimizer), before, strict=True):
             np.testing.assert_array_equal(variable.numpy(), value)
-        assert not np.isfinite(given.weight.numpy()).all(), "it must reach every rank"
+        assert not np.isfinite(given.weight.numpy()).all(), "NaN must reach every rank"
 
 
-def test_resume(wire):
+def test_runs_resume_with_momentum_and_warm_up(wire):
     scheme = HiTopK(density=0.05, momentum=0.9, warmup_steps=3, min_elements=0)
     check_resumes(wire, models.mlp, lambda: keras.optimizers.SGD(0.05), scheme=scheme)
 
 
 @pytest.mark.ranks("2")
-def test_resume_under_a_schedule_of_schemes(wire):
+def test_runs_resume_under_a_schedule_of_schemes(wire):
     schedule = keras_callbacks.SchemeSchedule({0: TopK(density=0.05, min_elements=0), 1: "torus2d"})
     check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
 
@@ -132,16 +132,16 @@ def test_no_collective_waits_for_another_bucket(wire):
 
 
 @pytest.mark.ranks("2x2")
-def test_a_schedule_of_schemes_loses_nothing(wire):
+def test_a_schedule_of_schemes_loses_no_gradients(wire):
     _check_schedule(wire, steps_per_execution=1, accumulated=3)
 
 
-def test_a_schedule_loses_nothing_with_several_steps_per_execution(wire):
+def test_a_schedule_loses_no_gradients_in_long_executions(wire):
     _check_schedule(wire, steps_per_execution=2, accumulated=None)
 
 
 def _check_schedule(wire, steps_per_execution, accumulated):
-    """A loss that is linear in the weights: their end says which gradients were applied."""
+    """Checks the final weights, which show the applied gradients, as the loss is linear in them."""
     x = np.random.default_rng(wire.topology.rank).normal(size=(24, 500)).astype("float32")
     everybody = [
         np.random.default_rng(rank).normal(size=(24, 500)) for rank in range(wire.topology.size)
@@ -176,14 +176,14 @@ def _check_schedule(wire, steps_per_execution, accumulated):
     )
     assert model.optimizer.plan.buckets[0].scheme == tp.schemes.Torus2D()
     assert not any(piece.members for _, piece in model.optimizer.rank_state), (
-        "the torus keeps nothing"
+        "the torus must have no state"
     )
     expected = start - 0.1 * 4 * 6 / (accumulated or 1) * np.mean(everybody, axis=(0, 1))[:, None]
     np.testing.assert_allclose(model.get_weights()[0], expected, atol=1e-4)
 
 
 class _WatchingFlushes(keras.callbacks.Callback):
-    """Has a hook for batches of its own, so that ranks watch for one that stops within an epoch."""
+    """Callback with a batch hook, so that ranks check for exhausted input in each step."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +195,7 @@ class _WatchingFlushes(keras.callbacks.Callback):
 
 
 def test_with_exhausted_input_checks_a_schedule_costs_one_dense_step(wire):
-    """The last one of the epoch before the change sends what was kept, and no other is dense."""
+    """Only the last step of the epoch before the change is dense, to send the residuals."""
     model, watching = models.mlp(), _WatchingFlushes()
     scheme = TopK(density=0.05, min_elements=0)
     model.compile(optimizer=tp.DistributedOptimizer(sgd(), scheme=scheme), loss=models.LOSS)
@@ -209,7 +209,7 @@ def test_with_exhausted_input_checks_a_schedule_costs_one_dense_step(wire):
 
 
 def test_momentum_correction_at_density_1_is_momentum(wire):
-    """Also of small variables, and through a change of the rate."""
+    """This holds for small variables, and if the learning rate changes."""
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.05, 0.02])
@@ -225,8 +225,8 @@ def test_momentum_correction_at_density_1_is_momentum(wire):
         check_equal(weights, reference)
 
 
-def test_momentum_correction_scales_the_velocity_of_schemes(wire):
-    """The callback's: what it does to the optimizer's velocity, it does to the scheme's."""
+def test_the_callback_corrects_the_momentum_of_schemes(wire):
+    """The callback scales the scheme's velocity like that of an optimizer."""
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     fit = {

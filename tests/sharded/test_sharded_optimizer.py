@@ -1,4 +1,4 @@
-"""Each rank keeps a P-th of the optimizer's state; all else looks the same."""
+"""Each rank holds a P-th of the optimizer's state; the other behavior is unchanged."""
 
 import os
 import tempfile
@@ -32,7 +32,7 @@ SGD = keras.optimizers.SGD
 
 
 def _trained(wire, make_optimizer=sgd, build=models.mlp, batches=4):
-    """A model after a few steps, its optimizer, and what one process comes to."""
+    """Trains some steps, compares them with one process; returns the model and both optimizers."""
     keras.utils.clear_session(free_memory=False)
     data = build.data(batches * BATCH)
     start = build()
@@ -55,12 +55,12 @@ def _bytes(variables):
 
 
 @pytest.mark.ranks("2x2")
-def test_each_rank_holds_one_pth_of_the_state_and_saves_all(wire):
+def test_each_rank_holds_a_pth_of_the_state_and_may_save_all(wire):
     model, optimizer, reference = _trained(wire, _adamw)
     inner = optimizer.inner_optimizer
     whole = _bytes(reference.variables) - _bytes(inner.variables[:2])
     slots = whole // _bytes(model.trainable_variables)
-    # One value stands where a rank serves nothing of a variable.
+    # A rank that owns no part of a variable holds a single value.
     padding = 4 * slots * len(model.trainable_variables)
     share = whole / wire.topology.size
     assert _bytes(inner.variables[2:]) <= share + padding, (whole, _bytes(inner.variables[2:]))
@@ -88,7 +88,7 @@ def test_each_rank_holds_one_pth_of_the_state_and_saves_all(wire):
 
 
 def _check_loads_whole(path, model, reference):
-    """An ordinary checkpoint: the same arrays as one process has, in the same places."""
+    """Checks that the file is an ordinary checkpoint, with the arrays of one process."""
     plain = tp.DistributedOptimizer(_adamw())
     other = models.copy(models.mlp, model)
     other.compile(optimizer=plain, loss=models.LOSS)
@@ -123,7 +123,7 @@ def test_gather_state_allows_saving_on_one_rank(wire):
 
 
 def test_schedules_scale_only_the_momentum(wire):
-    """Adam calls its second moments velocities, too."""
+    """Adam's second moments are named velocities, too."""
     data = models.mlp.data(4 * BATCH)
 
     def train(optimizer):
@@ -141,7 +141,7 @@ def test_schedules_scale_only_the_momentum(wire):
     )
 
 
-def test_resume(wire):
+def test_runs_resume_with_sharded_state(wire):
     check_resumes(wire, models.mlp, adam, scheme=SERVED)
 
 
@@ -155,7 +155,7 @@ def test_constraints_receive_whole_variables(wire):
     _trained(wire, lambda: SGD(0.5), build)
 
 
-def test_constraints_with_exhausted_input_on_a_rank(wire):
+def test_constraints_apply_if_a_rank_exhausts_its_input(wire):
     constrained = keras.layers.Dense(models.CLASSES, kernel_constraint=keras.constraints.UnitNorm())
     model = keras.Sequential([keras.Input((20,)), constrained])
     model.compile(optimizer=tp.ShardedOptimizer(SGD(0.5), SERVED), loss=models.LOSS)
@@ -181,7 +181,7 @@ def test_weight_decay_skips_excluded_variables(wire):
     np.testing.assert_array_equal(weights[1].numpy(), 1.0)
 
 
-def test_gradient_missing_on_all_ranks(wire):
+def test_a_variable_without_gradients_on_any_rank_does_not_change(wire):
     weights = [keras.Variable(np.ones(40, "float32"), name=name) for name in "ab"]
     optimizer = tp.ShardedOptimizer(SGD(0.1), SERVED)
     tf.function(lambda: optimizer.apply([tf.ones(40), None], weights))()
@@ -189,8 +189,8 @@ def test_gradient_missing_on_all_ranks(wire):
     np.testing.assert_array_equal(weights[1].numpy(), 1.0)
 
 
-def test_rules_shard_some_variables(wire):
-    """By rules: servers update kernels, every rank the rest; norms for clipping are over both."""
+def test_rules_may_shard_only_some_variables(wire):
+    """Owners update kernels, and every rank the other variables; clipping uses norms over both."""
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     for clip in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}):
@@ -206,7 +206,7 @@ def test_rules_shard_some_variables(wire):
         assert "ps" in {bucket.scheme.name for bucket in optimizer.plan.buckets}
 
 
-def test_clipped_under_a_loss_scale(wire):
+def test_clipping_under_a_loss_scale_equals_one_process(wire):
     served = tp.ShardedOptimizer(SGD(0.5, global_clipnorm=0.1), SERVED)
     scaled = keras.optimizers.LossScaleOptimizer(served, initial_scale=64.0)
     data = models.mlp.data(4 * BATCH)
@@ -217,7 +217,7 @@ def test_clipped_under_a_loss_scale(wire):
 
 
 def test_clipping_with_most_elements_on_one_shard_owner(wire):
-    """Each rank has one part of the norm and must not clip whole variables by that part."""
+    """Each rank has only a part of the norm, and must not clip whole variables by it."""
     scheme = [("kernel", "ps"), (".*", "allreduce")]
     model = models.mlp()
     optimizer = tp.ShardedOptimizer(SGD(0.5, momentum=0.9, global_clipnorm=1e-3), scheme)
@@ -245,7 +245,7 @@ def test_state_loaded_on_one_rank_is_distributed(wire):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
-def test_averages_are_not_constrained(wire):
+def test_constraints_do_not_apply_to_weight_averages(wire):
     def build():
         constrained = keras.layers.Dense(8, kernel_constraint=keras.constraints.UnitNorm())
         return keras.Sequential(
@@ -266,8 +266,7 @@ def test_external_changes_of_variables_are_used(wire):
     np.testing.assert_array_equal(weight.numpy(), 6.0)
 
 
-def test_bfloat16_variables(wire):
-    """In one bucket with variables of float32."""
+def test_bfloat16_and_float32_variables_may_share_a_bucket(wire):
     keras.config.set_dtype_policy("bfloat16")
     model = models.cnn(last="float32")
     model.compile(optimizer=tp.ShardedOptimizer(sgd(), SERVED), loss=models.LOSS)
@@ -276,7 +275,7 @@ def test_bfloat16_variables(wire):
     model.optimizer.gather_state()
 
 
-def test_no_bucket_waits_for_another_bucket(wire):
+def test_no_bucket_waits_for_another(wire):
     optimizer = tp.ShardedOptimizer(sgd(), SERVED, bucket_bytes=0)
     check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
 

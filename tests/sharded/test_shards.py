@@ -1,4 +1,4 @@
-"""Shards: their state on other ranks, one rank alone, and what is refused."""
+"""Tests shards: their state on other ranks, a single rank, and refused settings."""
 
 import keras
 import numpy as np
@@ -71,7 +71,7 @@ def test_each_element_of_the_state_is_on_one_rank_in_any_layout(before, after):
         saved.append(
             [(p, _part(whole[p.name, p.members[0][0]], p.offset, v.shape[0])) for p, v in pieces]
         )
-    # Also with other buckets: what counts are the variables.
+    # The buckets differ, too, but shards depend only on the variables.
     covered = {key: np.zeros(array.size) for key, array in whole.items()}
     for shards in _everybody(after, variables, 400):
         wanted = [(piece, variable.numpy()) for variable, piece in shards.rank_state]
@@ -85,7 +85,7 @@ def test_each_element_of_the_state_is_on_one_rank_in_any_layout(before, after):
 
 
 def _part(array, offset, length):
-    """Behind the end there is one zero, on ranks that serve nothing of a variable."""
+    """Returns a part of an array; ranks that own no part of a variable receive a single zero."""
     return np.append(array.reshape(-1), 0.0)[offset : offset + length]
 
 
@@ -102,7 +102,8 @@ def test_shard_owners_hold_equal_shares(layout):
     nodes = LAYOUTS[layout]
     positions = min(map(len, nodes))
     share = 2 * 40_100 / (len(nodes) * positions)
-    # To a value per level, slot and bucket; ranks beyond the positions of all nodes serve nothing.
+    # Shares differ by at most a value per level, slot and bucket. Ranks without a counterpart on
+    # each node own no shard.
     assert all(n == 0 or abs(n - share) <= 8 for n in held), held
     assert sum(n > 0 for n in held) == len(nodes) * positions
 
@@ -122,7 +123,7 @@ def test_a_single_rank_trains_as_keras_does(tmp_path):
         check_equal(loaded.get_weights(), reference)
 
 
-def test_variables_of_tensorflow():
+def test_variables_of_tensorflow_are_sharded():
     with tf.name_scope("layer"):
         weight, inner = tf.Variable(tf.ones([4, 5]), name="weight"), keras.optimizers.Adam(0.1)
     optimizer = tp.ShardedOptimizer(inner, SERVED)
@@ -132,7 +133,7 @@ def test_variables_of_tensorflow():
     assert "layer_weight_0_momentum" in inner.variables[2].path
 
 
-def test_state_is_saved_in_its_own_type():
+def test_state_is_saved_in_its_own_dtype():
     optimizer = tp.ShardedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9), SERVED)
     weight = keras.Variable(np.zeros(3), dtype="float64", name="weight")
     optimizer.apply([tf.constant([1 / 3, 1e-30, 2.0], tf.float64)], [weight])
@@ -141,7 +142,7 @@ def test_state_is_saved_in_its_own_type():
     np.testing.assert_array_equal(store["2"], weight.numpy())
 
 
-def test_a_checkpoint_of_the_workers_is_refused(tmp_path):
+def test_a_checkpoint_with_sharded_state_is_refused_without_shards(tmp_path):
     fit_with_checkpoint(sharded_adam, tmp_path, epochs=1)
     model = models.mlp()
     model.compile(optimizer=tp.DistributedOptimizer(adam(), scheme="ps"), loss=models.LOSS)
@@ -172,7 +173,7 @@ def test_elementwise_optimizers_are_accepted():
         tp.ShardedOptimizer(getattr(keras.optimizers, name)(), SERVED)
 
 
-def test_bad_settings_are_refused():
+def test_schemes_that_depend_on_the_first_step_are_refused():
     for other, why in (
         ("hybcomm", "it depends on the graph of the first step"),
         ("auto", "it depends on the predicted step"),

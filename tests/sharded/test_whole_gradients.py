@@ -1,4 +1,4 @@
-"""Norms of variables of which ranks hold parts."""
+"""Tests norms of variables whose parts are on different ranks."""
 
 import numpy as np
 import pytest

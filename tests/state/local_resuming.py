@@ -1,4 +1,4 @@
-"""Runs with `LocalUpdates` that go on from checkpoints of another number of ranks."""
+"""Runs with `LocalUpdates` that resume on another number of ranks."""
 
 import keras
 import numpy as np
@@ -8,7 +8,7 @@ import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.over_ranks import exchange_objects
 
-# Files name the class, which has to be there when they are loaded.
+# Files name this class, so it must be imported before they are loaded.
 from tfposeidon import LocalUpdates
 from tfposeidon.communication import runtime
 
@@ -22,7 +22,7 @@ OPTIMIZERS = {
 
 
 class Noting(keras.callbacks.Callback):
-    """Notes a model's state when training begins, and when it has ended."""
+    """Records the state of a model at the start and the end of training."""
 
     def on_epoch_begin(self, epoch, logs=None):
         if not hasattr(self, "begin"):
@@ -33,10 +33,10 @@ class Noting(keras.callbacks.Callback):
 
 
 def state(model):
-    """Returns the center, what the rule keeps, and this rank's slots and residuals, for JSON.
+    """Returns the global weights, the outer optimizer's state, and this rank's state and residuals.
 
     Args:
-      model: Model whose variables hold the center.
+      model: Model whose variables hold the global weights.
     """
     optimizer = model.optimizer
     named = [(part.name, v.numpy().tolist()) for v, part in optimizer.rank_state]
@@ -49,15 +49,15 @@ def state(model):
 
 
 def fit(name, folder, epochs):
-    """Trains on this rank's samples, from the last checkpoint on.
+    """Trains on this rank's samples, starting from the last checkpoint.
 
     Args:
       name: One of `OPTIMIZERS`.
-      folder: Folder of checkpoints, in one for each name.
-      epochs: Number of the last epoch.
+      folder: Folder that has a folder of checkpoints for each name.
+      epochs: Total number of epochs.
 
     Returns:
-      The state of each rank when training began, and when it had ended. Each has saved the model.
+      The state of each rank at the start and the end of training. Each rank has saved its model.
     """
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
@@ -77,29 +77,29 @@ def loaded(name, folder, rank=0):
 
     Args:
       name: One of `OPTIMIZERS`.
-      folder: Folder of the `fit` that has saved it.
-      rank: The rank.
+      folder: Folder that `fit` received.
+      rank: Rank that saved the model.
     """
     return state(keras.saving.load_model(folder / f"{name}-{rank}.keras"))
 
 
 def check_loaded(found, saved):
-    """Checks that a model equals the saved one, except for residuals, which files do not hold.
+    """Checks that a loaded model equals the saved one, except for residuals, which files omit.
 
     Args:
-      found: State of the model.
-      saved: State of the rank that has saved it.
+      found: State of the loaded model.
+      saved: State of the rank that saved it.
     """
     for what in ("center", "slots", "kept"):
         assert found[what] == saved[what], what
 
 
 def check_goes_on(begin, end):
-    """Checks that ranks have begun where others had ended.
+    """Checks that ranks continue from the state with which other ranks ended.
 
     Args:
-      begin: State of each rank that there is.
-      end: State of each rank that there was.
+      begin: State of each rank at its start.
+      end: State of each earlier rank at its end.
     """
     for rank in begin:
         assert (rank["center"], rank["kept"]) == (end[0]["center"], end[0]["kept"])

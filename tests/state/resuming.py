@@ -1,4 +1,4 @@
-"""A run of `fit` that continues from its checkpoints, the same each time."""
+"""A reproducible run of `fit` that resumes from its checkpoints."""
 
 import keras
 import numpy as np
@@ -10,14 +10,14 @@ from tests.helpers.training import adam
 
 
 def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1, **options):
-    """Trains on batches of eight samples, a share of each on every rank, and returns the model.
+    """Trains on this rank's share of batches of eight samples, and returns the model.
 
     Args:
       optimizer: Function that makes the `DistributedOptimizer`.
-      folder: Where checkpoints are written, and looked for first.
-      epochs: Number of the last epoch.
-      samples: Samples of an epoch, in whole batches.
-      rank: Share of each batch that this process takes.
+      folder: Folder of checkpoints, from which the run resumes.
+      epochs: Total number of epochs.
+      samples: Samples of an epoch, a multiple of eight.
+      rank: Index of the share of each batch.
       ranks: Number of shares.
       **options: Further arguments of `Checkpoint`.
     """
@@ -40,5 +40,5 @@ def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1, 
 
 
 def sharded_adam():
-    """Returns an optimizer of whose state each rank keeps a part."""
+    """Returns an optimizer whose state is sharded."""
     return tp.ShardedOptimizer(adam())

@@ -1,4 +1,4 @@
-"""State that preprocessing layers keep outside of variables is sent by rank 0 and compared."""
+"""Rank 0 sends the state of preprocessing layers outside of variables, and ranks compare it."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ L = keras.layers
 
 @keras.saving.register_keras_serializable("tests")
 class Scale(L.Layer):
-    """Keeps what it learnt in a file."""
+    """Layer that saves its factor in a file."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -43,7 +43,7 @@ class Scale(L.Layer):
 
 
 class Table(L.Layer):
-    """Keeps what it learnt in a table that it can neither save nor load."""
+    """Layer with a table that it can neither save nor load."""
 
     def __init__(self, value):
         super().__init__()
@@ -55,7 +55,7 @@ class Table(L.Layer):
 
 
 def _model(rank):
-    """Every layer adapted to this rank's share."""
+    """Returns a model whose layers are adapted to this rank's data."""
     random = np.random.default_rng(rank)
     numbers, words = (
         keras.Input((3,), name="numbers"),
@@ -127,8 +127,8 @@ def test_broadcast_sends_the_state_of_layers(wire):
     model.fit(_data(), verbose=0, callbacks=[keras_callbacks.ReplicaCheck(every_n_steps=1)])
 
 
-def test_functions_traced_before_the_broadcast_are_retraced(wire):
-    """Also where the statistics follow from variables that were sent."""
+def test_functions_traced_before_a_broadcast_use_the_sent_state(wire):
+    """The statistics are derived from variables that the broadcast sends."""
     normalised = L.Normalization()
     normalised.adapt(
         np.random.default_rng(wire.topology.rank).normal(wire.topology.rank, 1, (64, 3))
@@ -146,7 +146,7 @@ def test_functions_traced_before_the_broadcast_are_retraced(wire):
 def test_replica_check_compares_the_state_of_layers(wire):
     class Spoil(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            # `fit` itself has compared before.
+            # The change follows the comparison at the start of `fit`.
             if (wire.topology.rank, batch) == (1, 0):
                 layer = next(
                     layer for layer in self.model.layers if isinstance(layer, L.Normalization)
@@ -189,7 +189,7 @@ def test_state_that_cannot_be_sent_is_refused(wire):
 
 
 def test_checkpoints_hold_the_state_of_layers(wire):
-    """A resumed job predicts what was saved, though its layers were not adapted, or otherwise."""
+    """A resumed job predicts like the saved model, even if its layers were adapted otherwise."""
     folder = shared_folder(wire)
     model = _model(wire.topology.rank)
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]

@@ -1,4 +1,4 @@
-"""Placement of layer state: the defaults, registered classes, and the features that use it."""
+"""Tests the placement of layer state: defaults, registered classes, and features that use it."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ L = keras.layers
 
 
 class Codebook(L.Layer):
-    """A layer with a codebook that its batches move, a counter, and the last dropout masks."""
+    """Layer with a codebook that moves with its inputs, a counter, and its last dropout masks."""
 
     def build(self, shape):
         self.book = self.add_weight(shape=shape[1:], initializer="ones", trainable=False)
@@ -49,14 +49,14 @@ class Codebook(L.Layer):
 
 
 class OwnBook(Codebook):
-    """Registered below."""
+    """Class that is registered with placements of its variables."""
 
 
 tp.state.register(OwnBook, lambda layer: [(layer.book, "local")])
 
 
 class Counter(L.Layer):
-    """Counts the samples of this rank."""
+    """Layer that counts the samples of this rank."""
 
     def build(self, shape):
         self.seen = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
@@ -71,11 +71,11 @@ tp.state.register(Counter, "partial")
 
 
 class OwnStatistics(L.BatchNormalization):
-    """A subclass of a registered class, registered with another placement."""
+    """Subclass of a registered class, with another placement."""
 
 
 class OwnScale(L.Normalization):
-    """The same, with values outside of variables."""
+    """Subclass with another placement of its values, which are not variables."""
 
 
 tp.state.register(OwnStatistics, "local")
@@ -83,14 +83,14 @@ tp.state.register(OwnScale, "local")
 
 
 class OwnWords(L.StringLookup):
-    """A vocabulary for each rank."""
+    """Layer with a local vocabulary on each rank."""
 
 
 tp.state.register(OwnWords, "local")
 
 
 class Steps(keras.callbacks.Callback):
-    """Counts steps in a variable that it declares."""
+    """Callback that counts steps in a variable whose placement it declares."""
 
     def __init__(self, placement):
         super().__init__()
@@ -156,7 +156,7 @@ def test_registered_placements_override_the_defaults():
     book = model.get_layer("book")
     assert _names([book.book]) <= _names(_state(model, Placement.LOCAL))
     assert _names([book.masks]) <= _names(_state(model, Placement.AVERAGED))
-    # The nearest class counts.
+    # The placement of the nearest class applies.
     own = OwnStatistics()
     model = keras.Sequential([keras.Input((4,)), own])
     assert _names([own.moving_mean]) <= _names(_state(model, Placement.LOCAL))
@@ -186,7 +186,7 @@ def test_states_of_sequences_are_local():
     assert not _state(model, Placement.AVERAGED, Placement.REPLICATED)
 
 
-def test_bad_input():
+def test_bad_registrations_are_refused():
     rule = "must be one of replicated, averaged, local, partial"
     for wrong in ("mean", "sharded"):
         with pytest.raises(ValueError, match=f"{rule}.*'{wrong}'"):
@@ -219,14 +219,14 @@ def _data(wire):
     ids=["distributed", "local"],
 )
 def test_fit_synchronizes_all_but_local_state(wire, make):
-    """Statistics, codebooks and counters are equal behind an epoch; seeds and masks are not."""
+    """After an epoch, statistics, codebooks and counters are equal, but seeds and masks are not."""
     model = _model()
     model.compile(make(), "mse")
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.AverageBatchNorm()]
     seen = []
 
     def look(batch, logs):
-        # Callbacks see the global weights.
+        # Callbacks see the global weights, so assign the local ones.
         is_local = isinstance(model.optimizer, tp.LocalUpdates)
         with hidden(model) if is_local else contextlib.nullcontext():
             seen.append(model.get_layer("book").masks.numpy().tolist())
@@ -247,8 +247,8 @@ def test_fit_synchronizes_all_but_local_state(wire, make):
 
 
 @pytest.mark.ranks("2")
-def test_recurrent_states_are_resumed(wire):
-    """And belong to a rank's own sequences, before and after."""
+def test_local_recurrent_states_are_resumed(wire):
+    """Each rank has the states of its own sequences."""
     random = np.random.default_rng(wire.topology.rank)
     data = random.normal(size=(12, 3, 2)).astype("float32"), random.normal(size=(12, 1))
     options = {"batch_size": 4, "shuffle": False, "verbose": 0}
@@ -271,8 +271,8 @@ def test_recurrent_states_are_resumed(wire):
 
 
 @pytest.mark.ranks("2")
-def test_an_additional_rank_resumes(wire, monkeypatch):
-    """It draws masks of its own, and its sequences begin."""
+def test_an_additional_rank_starts_with_new_local_state(wire, monkeypatch):
+    """It draws its own masks, and starts new sequences."""
     folder, found = shared_folder(wire), []
     data = np.ones((8, 3, 2), "float32"), np.zeros((8, 1))
     read = snapshots.Snapshots.read_latest
@@ -304,12 +304,12 @@ def test_an_additional_rank_resumes(wire, monkeypatch):
 
 
 @pytest.mark.ranks("2")
-def test_replica_check_sees_counters(wire):
+def test_replica_check_compares_counters(wire):
     model = _model()
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
 
     def spoil(batch, logs):
-        # Behind the comparison of `fit`.
+        # The change follows the comparison at the start of `fit`.
         model.get_layer("book").steps.assign(wire.topology.rank)
 
     callbacks = [
@@ -344,7 +344,7 @@ def _keep_only(names, folder, wire):
 
 @pytest.mark.ranks("2")
 def test_sums_of_partial_state_are_preserved(wire, monkeypatch):
-    """Over epochs, fits, files, and snapshots that ranks of another job resume from."""
+    """This holds over epochs and fits, in files, and if a job of other ranks resumes."""
     folder = shared_folder(wire)
     options = {"batch_size": 8, "verbose": 0}
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.AverageBatchNorm()]
@@ -355,11 +355,12 @@ def test_sums_of_partial_state_are_preserved(wire, monkeypatch):
 
     model, seen = _counting()
     for fits in (1, 2):
-        # 16 samples on each rank.
+        # Each rank has 16 samples.
         model.fit(*_data(wire), epochs=2 * fits, callbacks=[*callbacks, saving], **options)
         assert total(seen) == 2 * 32 * fits
         assert bool(seen.numpy()) == (wire.topology.rank == 0)
-    # Before the last two is one of the middle of an epoch, where each rank has counted its own.
+    # Without the last two snapshots, the run resumes in the middle of an epoch, where each rank has
+    # counted its own samples.
     kept = sorted(os.listdir(folder))[:-2]
     read = snapshots.Snapshots.read_latest
 
@@ -388,7 +389,7 @@ def test_sums_of_partial_state_are_preserved(wire, monkeypatch):
 
 @pytest.mark.ranks("2")
 def test_callbacks_declare_the_placement_of_their_state(wire):
-    """It is compared, saved and resumed; a rank's own is left alone."""
+    """Replicated state is compared; local state is saved and resumed on each rank."""
     rank, folder = wire.topology.rank, shared_folder(wire)
     options = {"batch_size": 8, "verbose": 0}
 
@@ -413,7 +414,7 @@ def test_callbacks_declare_the_placement_of_their_state(wire):
 
 @pytest.mark.ranks("2")
 def test_each_rank_saves_its_local_vocabulary(wire):
-    """They are not sent, not compared, and saved by each rank."""
+    """Local vocabularies are neither sent nor compared."""
     rank, folder = wire.topology.rank, shared_folder(wire)
 
     def go(epochs, words):

@@ -1,4 +1,4 @@
-"""State of sparse schemes moved onto other ranks: sums are kept."""
+"""State of sparse schemes is redistributed to other ranks without changes of its sums."""
 
 import json
 from dataclasses import asdict
@@ -27,7 +27,7 @@ LAYOUTS = {
     "3x2": ((0, 1), (2, 3), (4, 5)),
 }
 SIZES = (300, 7, 64, 501, 300)
-# Layers of two inner models may have the same path.
+# Two inner models may have layers with the same path.
 VARIABLES = [
     Description(path=f"layer_{i % 4}/kernel", shape=(n,), dtype="float32")
     for i, n in enumerate(SIZES)
@@ -40,7 +40,7 @@ def _exchanger(scheme, nodes, rank, bucket_bytes):
 
 
 def _states(scheme, nodes, bucket_bytes):
-    """Returns every rank's descriptions and variables."""
+    """Returns the descriptions and variables of every rank."""
     ranks = range(Topology(0, nodes).size)
     exchangers = [_exchanger(scheme, nodes, rank, bucket_bytes) for rank in ranks]
     return [
@@ -50,7 +50,7 @@ def _states(scheme, nodes, bucket_bytes):
 
 
 def _totals(states):
-    """Returns for each quantity and variable its sum over all ranks."""
+    """Returns the sum over all ranks of each quantity and variable."""
     result = {}
     for state in states:
         for piece, array in state:
@@ -73,7 +73,7 @@ def test_sums_survive_any_change_of_layout(scheme, before, after):
         saved.append(
             [(p, np.asarray(a, "float32")) for (p, _), a in zip(state, arrays, strict=True)]
         )
-    # Also with other buckets: what counts are the variables.
+    # The buckets differ, too, but the state depends only on the variables.
     wanted = [[(p, v.numpy()) for p, v in state] for state in _states(scheme, LAYOUTS[after], 400)]
     new = [list(zip([p for p, _ in w], redistribute(saved, w), strict=True)) for w in wanted]
     before_totals, after_totals = _totals(saved), _totals(new)
@@ -112,7 +112,7 @@ def test_state_without_a_matching_scheme_is_refused():
 
 
 def test_scalars_follow_the_variables_of_their_bucket():
-    """They do not go by the order of buckets: then one would get another's."""
+    """The order of buckets may differ, and must not assign a scalar to another bucket."""
     a, b = (StateDescription(name="steps", members=((path, 4),), scalar=True) for path in "ab")
     both = StateDescription(name="steps", members=(("a", 4), ("b", 4)), scalar=True)
     new = StateDescription(name="steps", members=(("c", 4),), scalar=True)
@@ -127,7 +127,7 @@ def test_scalars_follow_the_variables_of_their_bucket():
 
 
 def test_replicated_state_follows_its_list_of_variables():
-    """The order of lists does not matter; checkpoints that numbered lists leave zeros."""
+    """The order of the lists has no effect. Numbered lists of old checkpoints become zeros."""
     lists = {"ab": (("a", 4), ("b", 2)), "c": (("c", 3),), "ba": (("b", 2), ("a", 4))}
     seen = {name: StateDescription(name="had_gradient", members=m) for name, m in lists.items()}
     saved = [(seen["ab"], np.array([1.0, 0.0])), (seen["c"], np.array([1.0]))]
@@ -180,8 +180,7 @@ def test_descriptions_survive_json():
     assert StateDescription.from_dict(json.loads(json.dumps(asdict(piece)))) == piece
 
 
-def test_averaged_and_local_state():
-    """Slots of ranks that train by themselves become their mean; weights of their own are left."""
+def test_averaged_state_becomes_the_mean_and_local_state_is_reset():
     slot = StateDescription(name="inner 0", placement=Placement.AVERAGED)
     own = StateDescription(name="local 1", placement=Placement.LOCAL)
     saved = [

@@ -1,4 +1,4 @@
-"""Schemes with state, tried with one that sends half the bits and keeps the rest."""
+"""Tests schemes with state, by a scheme that sends half the bits and retains the others."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks("2")
 
 @dataclass(frozen=True, kw_only=True)
 class Rounded(Scheme):
-    """All-reduces what survives rounding to bfloat16; the rest waits for the next step."""
+    """All-reduces values rounded to bfloat16, and adds the rest to the next gradient."""
 
     name: ClassVar[str] = "rounded"
 
@@ -49,7 +49,7 @@ def _made():
     return optimizer, keras.Variable(np.zeros(5, "float32"), name="weight")
 
 
-def test_conservation(wire):
+def test_updates_and_residuals_sum_to_the_gradients(wire):
     """Over all ranks: sum(gradient + old residual) = ranks x update + sum(new residual)."""
     optimizer, weight = _made()
     step = tf.function(lambda x: optimizer.apply([x], [weight]))
@@ -76,10 +76,10 @@ def test_a_non_finite_step_does_not_change_the_state(wire):
     before = rank_variables(optimizer)[0].numpy()
     _step(optimizer, weight, np.full(5, np.inf if wire.topology.rank == 1 else 0.7, "float32"))
     np.testing.assert_array_equal(rank_variables(optimizer)[0].numpy(), before)
-    assert not np.isfinite(weight.numpy()).any(), "it must reach every rank"
+    assert not np.isfinite(weight.numpy()).any(), "the infinity must reach every rank"
 
 
-def test_resume(wire):
+def test_runs_resume_with_scheme_state(wire):
     check_resumes(wire, models.mlp, sgd, scheme=Rounded())
 
 
@@ -92,12 +92,12 @@ def test_no_bucket_waits_for_the_state_of_another(wire):
     check_independent(traced(models.mlp(), optimizer, models.mlp.data(4)), 4)
 
 
-def test_state_under_several_steps_per_execution(wire):
+def test_scheme_state_changes_in_long_executions(wire):
     optimizer = tp.DistributedOptimizer(sgd(), scheme=Rounded(), bucket_bytes=0)
     model = models.mlp()
     model.compile(optimizer=optimizer, loss=models.LOSS, steps_per_execution=2)
     model.fit(*models.mlp.data(16), batch_size=4, verbose=0)
     assert len(rank_variables(optimizer)) == 4 + 2, (
-        "one for each bucket, the rate they were made at, and what has been seen"
+        "one for each bucket, its learning rate, and the gradients seen"
     )
     assert any(np.abs(v.numpy()).max() > 0 for v in rank_variables(optimizer))

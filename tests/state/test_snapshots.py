@@ -1,4 +1,4 @@
-"""Snapshots survive a kill at any moment, and refuse what is damaged."""
+"""Snapshots remain complete if a process is killed, and damaged snapshots are refused."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_older_snapshots_are_deleted_regardless_of_their_step(tmp_path):
 
 
 def test_only_snapshots_are_deleted(tmp_path):
-    """Copies and archives of a user stay; what a killed job left goes before more is written."""
+    """Copies and archives of users remain. Incomplete snapshots of a killed job do not."""
     files = Snapshots(tmp_path, WIRE, keep=1)
     write(files, {}, {}, {})
     shutil.copytree(tmp_path / "snapshot-000001", tmp_path / "snapshot-000001-best")
@@ -80,7 +80,7 @@ def test_an_unwritable_folder_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_other_buckets_receive_the_saved_state(tmp_path):
-    """The scheme keeps momentum by bucket; a run resumed with small buckets stays the same."""
+    """The state includes momentum by bucket, and the resumed run with small buckets is the same."""
 
     def trained(folder, epochs, bucket_bytes):
         def optimizer():
@@ -109,7 +109,7 @@ def test_snapshots_of_another_release_are_refused(tmp_path):
     rule = "must have format 10. Received: format 1 in .*resume=False"
     with pytest.raises(SnapshotError, match=rule):
         fit_with_checkpoint(_accumulating, tmp_path, 1)
-    # As the error says.
+    # The error proposes this argument.
     assert fit_with_checkpoint(_accumulating, tmp_path, 1, resume=False).history.epoch == [0]
 
 

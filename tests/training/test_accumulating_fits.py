@@ -1,4 +1,4 @@
-"""`fit` accumulates over the ends of epochs, whatever watches it, as one process does."""
+"""`fit` accumulates gradients over the ends of epochs like one process, with all kinds of data."""
 
 import functools
 from unittest import mock
@@ -51,14 +51,14 @@ FITS = {
 
 @functools.cache
 def _alone():
-    """Weights of one process, and those that it began with."""
+    """Returns the initial and the final weights of one process."""
     data, model = models.mlp.data(BATCHES * BATCH), models.mlp()
     start = model.get_weights()
     return start, train_alone(model, data, _inner(), epochs=EPOCHS)
 
 
 @pytest.mark.parametrize("kind", FITS)
-def test_as_one_process(wire, kind):
+def test_fits_equal_one_process(wire, kind):
     data, model = models.mlp.data(BATCHES * BATCH), models.mlp()
     start, reference = _alone()
     model.set_weights(start)
@@ -78,7 +78,7 @@ def test_as_one_process(wire, kind):
 
 
 def test_equal_batches_send_nothing_between_updates(wire):
-    """Otherwise ranks tell each other at each call how many samples they have."""
+    """With unequal batches, ranks exchange their numbers of samples in each call."""
     x, y = models.mlp.data(2 * BATCH)
     for batch, told in ((BATCH, 0), (BATCH - 1, 1)):
         model = models.mlp()
@@ -90,7 +90,7 @@ def test_equal_batches_send_nothing_between_updates(wire):
 
 
 def test_calls_have_equal_weight_and_ranks_weight_by_samples(wire):
-    """Each call counts once, a smaller one too, as in Keras."""
+    """As in Keras, a call with a smaller batch counts as much as others."""
     sizes = ([3, 1], [5, 2])
     x, y = models.mlp.data(sum(map(sum, sizes)))
     bounds = np.cumsum([0, *(size for pair in sizes for size in pair)])
@@ -123,7 +123,7 @@ def test_exhausted_input_within_an_update_is_logged(wire):
         model.fit(*_unknown(x, y, 4), epochs=2, verbose=0)
     told = [line for line in lines if "exhausted its input in the middle of an update" in line]
     assert len(told) == (2 if wire.topology.rank == 0 else 0), lines
-    # Five calls in an epoch, of which four make an update.
+    # An epoch has five calls; four of them make an update.
     assert int(model.optimizer.iterations) == 2
     same_on_all_ranks(model.get_weights(), wire)
 
@@ -144,14 +144,14 @@ def test_a_non_finite_call_is_skipped_on_all_ranks(wire):
 
 
 def test_an_update_that_overflows_in_float16_is_repeated(wire):
-    """The loss scale skips the update by its means, and the accumulated gradients stay."""
+    """The loss scale skips only the update, so the accumulated gradients remain."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
     optimizer = keras.optimizers.LossScaleOptimizer(
         tp.DistributedOptimizer(inner, scheme=tp.schemes.AllToAll(wire_dtype="float16")),
         initial_scale=2.0**17,
     )
     weight = keras.Variable([0.0], name="weight")
-    # 16 bits hold up to 65504; the scale halves until the mean fits.
+    # float16 represents values up to 65504, so the scale halves until the mean fits.
     for _ in range(2 + 2):
         optimizer.apply([tf.constant([1.0]) * optimizer.scale_loss(1.0)], [weight])
     assert float(optimizer.dynamic_scale) < 2.0**17
@@ -159,7 +159,7 @@ def test_an_update_that_overflows_in_float16_is_repeated(wire):
     np.testing.assert_allclose(weight.numpy(), [-1.0], rtol=1e-3)
 
 
-def test_batches_after_a_fit_weight_by_samples(wire):
+def test_single_batches_after_a_fit_weight_by_samples(wire):
     x, y = models.mlp.data(BATCH + 4)
     start = models.mlp()
     plain, model = (models.copy(models.mlp, start) for _ in range(2))

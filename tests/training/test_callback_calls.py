@@ -1,4 +1,4 @@
-"""Callbacks are called as by plain Keras: hooks, order, indices and logs."""
+"""Callbacks are called like those of plain Keras: same hooks, order, indices and logs."""
 
 import functools
 
@@ -15,7 +15,7 @@ HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_"
 
 
 class Recorder(keras.callbacks.Callback):
-    """All calls, with what stands in the logs."""
+    """Records all calls, with the names in their logs."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def _calls(optimizer, data, validation, steps_per_execution, **fit):
 
 
 def _whole(calls):
-    """Without batches that begin and do not end: so Keras finds the end of unknown data."""
+    """Omits batches that begin and do not end, with which Keras finds the end of unknown data."""
     following = [*calls[1:], ("",)]
     begin, end = "on_train_batch_begin", "on_train_batch_end"
     return [
@@ -67,7 +67,7 @@ BATCHES = 4
 
 @functools.cache
 def _usual_calls(is_known, steps_per_execution):
-    """Returns the calls of plain Keras, to compare those on ranks with."""
+    """Returns the calls of plain Keras."""
     data, validation = _data(BATCHES, is_known), _data(2, is_known)
     sgd = keras.optimizers.SGD(0.1)
     return on_one_rank(lambda: _calls(sgd, data, validation, steps_per_execution)[0])
@@ -79,7 +79,7 @@ def _usual_calls(is_known, steps_per_execution):
     [(1, False, 2), (1, True, 0), (2, False, 0), (2, True, 2), (3, False, 2), (3, True, 0)],
 )
 def test_callback_calls_equal_those_of_keras(wire, steps_per_execution, is_known, more):
-    """Four batches an epoch, of which the last execution of three has one."""
+    """An epoch has four batches, so the last execution of three steps has one."""
     usual = _usual_calls(is_known, steps_per_execution)
     mine = _data(BATCHES + more * wire.topology.rank, is_known)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks is compared by its values: begin, between epochs, end."""
+"""Ranks compare values that must be equal at the start, between epochs, and at the end."""
 
 import keras
 import numpy as np
@@ -22,7 +22,7 @@ PARTED = "All ranks must hold the same weights.*on rank.s. .1. from rank 0"
 
 
 class AtEpoch(keras.callbacks.Callback):
-    """Does something on rank 1 alone, at a hook of the second epoch or of training."""
+    """Changes something only on rank 1, in one hook of the second epoch or of training."""
 
     def __init__(self, hook, do):
         super().__init__()
@@ -69,7 +69,7 @@ def _model():
     ],
 )
 def test_a_change_on_one_rank_ends_training_on_all_ranks(wire, change, hook):
-    """No step is taken by weights that have parted."""
+    """No further step is taken after the weights have diverged."""
     model, steps = _model(), []
     count = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(1))
     with Raises(RuntimeError, PARTED):
@@ -85,8 +85,8 @@ def test_a_change_on_one_rank_ends_training_on_all_ranks(wire, change, hook):
 
 
 @pytest.mark.parametrize("lacks_gpu", [False, True])
-def test_weights_changed_between_fits(wire, monkeypatch, lacks_gpu):
-    """Also where a rank lacks the GPU of others: equal values have another checksum there."""
+def test_weights_changed_between_fits_are_detected(wire, monkeypatch, lacks_gpu):
+    """If only some ranks have a GPU, equal values may have different checksums."""
     if lacks_gpu and wire.topology.rank == 1:
         monkeypatch.setattr(replicas, "checksum", lambda *arguments, **options: "another")
     model = _model()
@@ -101,7 +101,10 @@ def test_weights_changed_between_fits(wire, monkeypatch, lacks_gpu):
     "make", [tp.DistributedOptimizer, tp.LocalUpdates], ids=["distributed", "local"]
 )
 def test_different_initial_weights_are_replaced_by_those_of_rank_0(wire, make):
-    """Weights, statistics and slots, with one line; seeds differ. A second fit refuses."""
+    """This includes statistics and optimizer state, but not seeds.
+
+    A second `fit` raises an error.
+    """
     runs = []
     for own in (True, False):
         keras.utils.clear_session(free_memory=False)
@@ -137,7 +140,7 @@ def test_different_vocabularies_are_refused(wire):
 
 
 class ByHand(keras.Sequential):
-    """Averages gradients itself, so that its replicas stay equal."""
+    """Model that averages gradients itself, so that its replicas stay equal."""
 
     def train_step(self, data):
         x, y = data
@@ -176,13 +179,13 @@ def test_an_unwrapped_optimizer_is_refused(wire, callbacks):
         _fit_without_ours(wire, keras.Sequential, WITHOUT_OURS[callbacks]())
 
 
-def test_gradients_that_are_averaged_by_hand(wire):
+def test_gradients_may_be_averaged_in_the_train_step(wire):
     model = _fit_without_ours(wire, ByHand, WITHOUT_OURS["broadcast"]())
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_metrics_of_only_one_rank(wire):
-    """All ranks see them, and stop alike."""
+def test_metrics_of_only_one_rank_are_sent_to_all(wire):
+    """Ranks with different logs could stop at different epochs."""
     model = _model()
     options = {"validation_data": DATA} if wire.topology.rank == 0 else {}
     history = model.fit(

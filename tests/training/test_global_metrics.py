@@ -1,4 +1,4 @@
-"""Metrics in the logs of `fit` are those of one process on the samples of all ranks."""
+"""The logs of `fit` contain the metrics of one process on the samples of all ranks."""
 
 import keras
 import numpy as np
@@ -98,7 +98,7 @@ def _rows(samples, rows):
 
 
 def test_every_metric_of_keras_equals_one_process(wire):
-    """Also on unequal numbers of validation samples, weighted samples and a regularized loss."""
+    """Numbers of validation samples differ, samples have weights, and the loss is regularized."""
     model = _outputs()
     model.layers[1].kernel_regularizer = keras.regularizers.L2(0.1)
     model.compile(
@@ -151,7 +151,7 @@ def test_every_metric_of_keras_equals_one_process(wire):
 
 
 class _Kept(metrics.Metric):
-    """The largest target of the last batch: that of the first rank, and the mean over ranks."""
+    """Metric of the largest target of the last batch, on the first rank and on average."""
 
     def __init__(self):
         super().__init__(name="kept")
@@ -167,7 +167,7 @@ class _Kept(metrics.Metric):
 
 
 class _Traced(metrics.Metric):
-    """The mean target, by functions that TensorFlow traces once."""
+    """Metric of the mean target, computed by functions that TensorFlow traces once."""
 
     def __init__(self):
         super().__init__(name="traced")
@@ -185,7 +185,7 @@ class _Traced(metrics.Metric):
 
 
 class _Bare(keras.Model):
-    """Logs a value that is not the result of a metric."""
+    """Model that logs a value that is not the result of a metric."""
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -228,8 +228,8 @@ def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
     assert logs[0] == logs[1]
 
 
-def test_the_state_of_metrics_is_put_back(wire):
-    """A batch's logs are a rank's own. One rank alone evaluates and predicts afterwards."""
+def test_the_state_of_metrics_is_restored_after_an_epoch(wire):
+    """Logs of a batch are those of a rank. Afterwards, one rank alone evaluates and predicts."""
     model, seen = models.mlp(), {"batch": [], "epoch": []}
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), models.LOSS)
 
@@ -277,7 +277,7 @@ def test_metrics_are_exact_with_other_optimizers(wire, make):
 
 
 def test_callbacks_do_not_change_the_metrics(wire):
-    """`MetricAverage` and `AverageBatchNorm` leave averages of `fit` unchanged."""
+    """`MetricAverage` and `AverageBatchNorm` do not change the averages of `fit`."""
 
     def run(*callbacks):
         keras.utils.set_random_seed(1)
@@ -304,7 +304,7 @@ def test_callbacks_do_not_change_the_metrics(wire):
 
 
 class _Extra(keras.Model):
-    """Its test step logs values of a compiled graph, which Keras does not replace by results."""
+    """Model whose test step logs a value of its graph, which Keras does not replace."""
 
     def test_step(self, data):
         return {**super().test_step(data), "one": tf.constant(1.0)}
@@ -325,7 +325,7 @@ def test_metrics_are_exact_although_xla_rounds(wire):
         np.testing.assert_allclose(seen[0][f"val_{name}"], expected[name], rtol=1e-4)
 
 
-def test_metrics_without_a_count_of_samples(wire):
+def test_metrics_are_exact_without_a_count_of_samples(wire):
     class Own(keras.Model):
         def __init__(self, *arguments):
             super().__init__(*arguments)

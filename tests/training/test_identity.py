@@ -1,4 +1,4 @@
-"""Variables are the same on all ranks and in later runs, whatever Keras has numbered them."""
+"""Variables are identified across ranks and runs, however Keras numbers their layers."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ def _compiled(model, scheme):
 
 
 @pytest.mark.parametrize("scheme", ["auto", "hybcomm", "ps", SPARSE], ids=str)
-def test_a_rank_with_an_additional_earlier_layer(wire, scheme):
+def test_a_rank_may_have_created_another_layer_before(wire, scheme):
     keras.utils.clear_session()
     if wire.topology.rank == 1:
         keras.layers.Dense(1)
@@ -67,7 +67,7 @@ def test_auto_uses_the_times_of_a_rank_with_an_additional_earlier_layer(wire):
 
 
 @pytest.mark.parametrize("kind", ["loaded", "cloned"])
-def test_some_ranks_load_or_clone_and_one_builds(wire, kind):
+def test_ranks_may_load_or_clone_a_model_that_others_build(wire, kind):
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
     model, folder = models.mlp(), shared_folder(wire)
@@ -87,7 +87,7 @@ def test_some_ranks_load_or_clone_and_one_builds(wire, kind):
 
 @pytest.mark.parametrize("scheme", ["auto", SPARSE], ids=str)
 def test_a_checkpoint_resumes_with_a_rebuilt_model(wire, scheme):
-    """With what schemes have kept, and the same bits as without an interruption."""
+    """It resumes with the state of schemes, and with the bits of an uninterrupted run."""
     folder = shared_folder(wire)
 
     def go(name, epochs, others=0):
@@ -113,7 +113,7 @@ def test_a_checkpoint_resumes_with_a_rebuilt_model(wire, scheme):
         shutil.rmtree(folder)
 
 
-def test_another_order_is_refused(wire):
+def test_another_order_of_layers_is_refused(wire):
     names = ["one", "two"] if wire.topology.rank == 0 else ["two", "one"]
     layers = [keras.layers.Dense(20, name=name) for name in names]
     model = keras.Sequential([keras.Input((20,)), *layers])

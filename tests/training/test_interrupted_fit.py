@@ -1,4 +1,4 @@
-"""A `fit` that is interrupted, as in a notebook, leaves nothing that the next one stumbles over."""
+"""A `fit` that is interrupted, as in a notebook, does not affect the next `fit`."""
 
 import keras
 import numpy as np
@@ -12,7 +12,7 @@ STEPS = 4
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Interrupts a run as a user's Ctrl-C does, before or after a batch."""
+    """Interrupts training like a user's Ctrl-C, before or after a batch."""
 
     def __init__(self, before=None, after=None):
         super().__init__()
@@ -52,8 +52,8 @@ def _fit(model, folder, *callbacks):
 
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
-def test_a_fit_after_an_interrupted_resume(tmp_path, before):
-    """Interrupted while it drops the batches that were trained on before, and behind them."""
+def test_a_fit_after_an_interrupted_resume_equals_a_whole_run(tmp_path, before):
+    """The interruption comes while earlier batches are skipped, or after these."""
     with pytest.raises(KeyboardInterrupt):
         _fit(_compiled(), tmp_path / "a", Interrupt(after=2))
     model = _compiled()

@@ -1,4 +1,4 @@
-"""`fit` averages the state of layers before validation and before callbacks see an epoch's end."""
+"""`fit` averages layer state before validation and before callbacks see the end of an epoch."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks("2")
 
 
 class _Watching(keras.callbacks.Callback):
-    """Collects the moving mean at each hook."""
+    """Records the moving mean in each hook."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ def test_statistics_are_means_over_ranks(wire, validates):
 
 
 def test_equal_statistics_are_not_sent(wire):
-    """The mean of equal numbers may be another number."""
+    """The mean of equal numbers may differ from them by rounding."""
     model, seen = _fit(wire, frozen=True)
     np.testing.assert_array_equal(
         model.layers[1].moving_mean, np.linspace(0.1, 0.9, 16, dtype="float32")
@@ -89,7 +89,7 @@ def test_means_have_the_precision_of_their_values(wire):
 
 
 @pytest.mark.parametrize("synchronizes", [True, False])
-def test_averaging_callbacks_with_validation_on_some_ranks(wire, synchronizes):
+def test_averaging_callbacks_allow_validation_on_some_ranks(wire, synchronizes):
     callbacks = [keras_callbacks.AverageBatchNorm(), keras_callbacks.MetricAverage()]
     validates = wire.topology.rank == 1
     model, _ = _fit(wire, validates, callbacks=callbacks, synchronize_model=synchronizes)

@@ -1,4 +1,4 @@
-"""Losses on ranks that share batches unequally, compared with one process on whole batches."""
+"""Compares losses on ranks with unequal shares of batches with one process on whole batches."""
 
 import keras
 import numpy as np
@@ -25,14 +25,14 @@ Unmasked = tp.sample_counts.Unmasked
 
 
 def _tagger(mask_zero=True):
-    """A label for every token."""
+    """Returns a model with a label for every token."""
     tokens = keras.Input((LENGTH,), dtype="int32")
     hidden = keras.layers.Embedding(11, 8, mask_zero=mask_zero)(tokens)
     return keras.Model(tokens, keras.layers.Dense(models.CLASSES)(hidden))
 
 
 def _tagged(count):
-    """Texts: those of rank 0 are long, and in every fourth step those of others empty."""
+    """Returns texts, which are long on rank 0; those of others are empty in each fourth step."""
     generator = np.random.default_rng(0)
     place, batch = np.arange(count) % BATCH, np.arange(count) // BATCH
     lengths = np.where(place < FIRST, LENGTH, np.where(batch % 4 == 3, 0, 2))
@@ -43,7 +43,7 @@ def _tagged(count):
 
 
 def _mine(data, wire):
-    """What rank 0 has of each batch, or the others, who divide the rest; and how much that is."""
+    """Returns this rank's part of each batch, and its size; rank 0 has a fixed part."""
     places = [range(FIRST), *np.array_split(range(FIRST, BATCH), wire.topology.size - 1)]
     own = places[wire.topology.rank]
     chosen = np.isin(np.arange(len(data[0])) % BATCH, own)
@@ -52,7 +52,8 @@ def _mine(data, wire):
 
 def _trained(model, data, batch, optimizer, loss):
     model.compile(optimizer=optimizer, loss=loss)
-    # Keras does not know the length: ranks tell each other at each step whether they have a batch.
+    # The length is unknown to Keras, so ranks tell each other in each step whether they have a
+    # batch.
     model.fit(
         tf.data.Dataset.from_tensor_slices(data).batch(batch).filter(lambda *_: True),
         shuffle=False,
@@ -62,10 +63,10 @@ def _trained(model, data, batch, optimizer, loss):
 
 
 class _OneProcess:
-    """The reference: plain Keras, whole batches.
+    """Weights of plain Keras trained on whole batches, as the reference.
 
     Args:
-      rate: Of SGD.
+      rate: Learning rate of SGD.
     """
 
     def __init__(self, build, data, loss, rate=RATE):
@@ -75,11 +76,11 @@ class _OneProcess:
         self.end = on_one_rank(lambda: _trained(model, data, BATCH, plain, loss))
 
     def distance(self, wire, sample_count=None, times=1, loss=None):
-        """How far from it ranks end, as a share of the largest weight.
+        """Returns the largest difference of the ranks' weights, as a share of the largest weight.
 
         Args:
-          times: What their rate is multiplied by.
-          loss: Theirs, if it is another.
+          times: Factor on the learning rate of the ranks.
+          loss: Loss of the ranks; by default that of the reference.
         """
         inner = keras.optimizers.SGD(self.rate * times)
         optimizer = tp.DistributedOptimizer(inner, sample_count=sample_count)
@@ -95,15 +96,15 @@ EXACT, FAR = 1e-5, 2e-2
 
 
 @ALSO_ON_FOUR_RANKS
-def test_means_over_samples(wire):
-    """Weighted sums divided by the number of samples are exact, with `sample_weight` too."""
+def test_means_over_samples_are_exact(wire):
+    """The loss sums weighted samples and divides by their number."""
     x, y = models.mlp.data(BATCHES * BATCH)
     weights = np.random.default_rng(2).uniform(0, 3, len(x)).astype("float32")
     one = _OneProcess(models.mlp, (x, y, weights), CrossEntropy(from_logits=True))
     assert one.distance(wire) < EXACT
 
 
-def test_means_by_sample_weight(wire):
+def test_means_by_sample_weight_are_exact_with_counts_of_weights(wire):
     x, y = models.mlp.data(BATCHES * BATCH)
     weights = np.where(np.arange(len(x)) % BATCH < FIRST, 0.1, 3.0).astype("float32")
     loss = CrossEntropy(from_logits=True, reduction="mean_with_sample_weight")
@@ -112,8 +113,8 @@ def test_means_by_sample_weight(wire):
     assert one.distance(wire, tp.sample_counts.weights) < EXACT
 
 
-def test_means_over_tokens(wire):
-    """Over those that are no padding: of the model's mask, or of labels that the loss ignores."""
+def test_means_over_tokens_are_exact_with_counts_of_tokens(wire):
+    """Padding is excluded by the model's mask, or by labels that the loss ignores."""
     x, y = _tagged(BATCHES * BATCH)
     one = _OneProcess(_tagger, (x, y), CrossEntropy(from_logits=True))
     assert one.distance(wire) > FAR
@@ -125,15 +126,15 @@ def test_means_over_tokens(wire):
     assert one.distance(wire, Unmasked(padding=-1)) < EXACT
 
 
-def test_sums_over_samples(wire):
-    """Sums, and losses left as vectors, whose gradient is that of their sum: P times the mean."""
+def test_sums_over_samples_are_exact_with_p_times_the_rate(wire):
+    """The gradient of a vector of losses is that of their sum, P times the mean over P ranks."""
     data = models.mlp.data(BATCHES * BATCH)
     one = _OneProcess(_linear, data, CrossEntropy(from_logits=True, reduction="sum"), RATE / BATCH)
     assert one.distance(wire, times=tp.size()) > FAR
     vectors = CrossEntropy(from_logits=True, reduction="none")
     for loss in (None, vectors):
         assert one.distance(wire, tp.sample_counts.equal, times=tp.size(), loss=loss) < EXACT
-    # With a regularizer, of which there is one and not P.
+    # A regularizer counts once, so the loss is multiplied by P in place of the learning rate.
     loss = CrossEntropy(from_logits=True, reduction="sum")
     one = _OneProcess(models.mlp, data, loss, RATE / BATCH)
     assert (
@@ -145,16 +146,16 @@ def _linear():
     return keras.Sequential([keras.Input((20,)), keras.layers.Dense(models.CLASSES)])
 
 
-def test_products_of_means(wire):
-    """No weighting is exact where a rank sees means of its own part, as in batch normalisation."""
+def test_products_of_means_are_not_exact(wire):
+    """With batch normalization, for example, each rank has means of only its own part."""
     loss = lambda y, p: keras.ops.mean(p[:, 0]) * keras.ops.mean(p[:, 1])  # noqa: E731
     one = _OneProcess(_linear, models.mlp.data(BATCHES * BATCH), loss)
     for sample_count in (None, tp.sample_counts.equal):
         assert one.distance(wire, sample_count) > FAR
 
 
-def test_accumulated_tokens(wire):
-    """Tokens of all steps of an update count alike, on one rank and on several."""
+def test_accumulated_tokens_have_equal_weight(wire):
+    """This holds for the tokens of all calls of an update and of all ranks."""
     x, y = _tagged(BATCHES * BATCH)
     start = _tagger()
     loss = CrossEntropy(from_logits=True)

@@ -1,4 +1,4 @@
-"""Every scheme under each of TensorFlow's modes, and every optimizer on one processor."""
+"""Tests every scheme in each of TensorFlow's modes, and every optimizer on one processor."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ CLUSTERS = {"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"}
 
 
 def _weights(optimizer, wire, **options):
-    """Weights after some steps by an optimizer, which are the same on all ranks."""
+    """Trains some steps, checks that ranks are equal, and returns the weights."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     has_rules = isinstance(getattr(optimizer, "policy", None), tp.policies.Rules)
@@ -51,7 +51,7 @@ def _weights(optimizer, wire, **options):
     x, _ = models.share(models.mlp.data(32), 16, wire.topology)
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :16])).shuffle(8, seed=1).batch(8)
     history = model.fit(data, epochs=2, verbose=0, callbacks=[keras_callbacks.MetricAverage()])
-    # A server trains nothing.
+    # The server does not train.
     assert np.isfinite(history.history.get("loss", 0.0)).all()
     weights = model.get_weights()
     same_on_all_ranks(weights, wire)
@@ -70,7 +70,7 @@ def _deterministic():
     try:
         yield
     finally:
-        # Private: there is no public way back, and other tests share the process.
+        # This function is private, but there is no public one, and other tests share the process.
         private_config.disable_op_determinism()
 
 
@@ -94,7 +94,7 @@ def _where_placed():
 
 @functools.cache
 def _usual(wire):
-    """Each optimizer and its weights, with deterministic ops."""
+    """Returns each optimizer and its weights, trained with deterministic ops."""
     with _deterministic():
         return [(optimizer, _weights(optimizer, wire)) for optimizer in _optimizers()]
 
@@ -116,7 +116,7 @@ def test_deterministic_ops_reproduce_the_same_bits(wire):
 @pytest.mark.ranks("2")
 @pytest.mark.parametrize("mode", [_eager, _where_placed], ids=["eager", "without soft placement"])
 def test_all_modes_give_equal_weights(wire, mode):
-    # Eager gradients come without the factors that these two need.
+    # Eager gradients have no factors, which these two schemes require.
     others = {"factors": "alltoall", "server": "alltoall"} if mode is _eager else {}
     with mode():
         found = [_weights(optimizer, wire) for optimizer in _optimizers(**others)]
@@ -126,7 +126,7 @@ def test_all_modes_give_equal_weights(wire, mode):
 
 
 @pytest.mark.ranks("2", environment=CLUSTERS)
-def test_automatic_clusters_of_xla(wire):
+def test_replicas_stay_equal_with_automatic_clusters_of_xla(wire):
     _weights(next(_optimizers()), wire)
 
 

@@ -1,4 +1,4 @@
-"""Keras's callbacks that write: one rank does where all have one path."""
+"""If all ranks have the same path, only one rank executes Keras's callbacks that write."""
 
 import json
 import os
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks("2")
 
 @pytest.fixture
 def folder(tmp_path, wire):
-    """A folder that all ranks share."""
+    """Returns a folder that all ranks share."""
     return exchange_objects(str(tmp_path), wire, "folder")[0]
 
 
@@ -61,7 +61,7 @@ def test_files_are_written_once(wire, folder):
 
 @pytest.mark.parametrize(("save_freq", "first"), [("epoch", 2), (1, 1)])
 def test_all_ranks_resume_from_the_backup_of_one_rank(wire, folder, save_freq, first):
-    """It is of the epoch that has ended, or of the last batch."""
+    """The backup is that of the last epoch, or of the last batch."""
 
     class Interrupted(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
@@ -81,18 +81,18 @@ def test_all_ranks_resume_from_the_backup_of_one_rank(wire, folder, save_freq, f
     record = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: begun.append((epoch, resumed.get_weights()))
     )
-    # Its training goes on with what the first one had then.
+    # The resumed run continues from the state of the first run.
     _fit(resumed, wire, backup(), record, epochs=4)
     assert [epoch for epoch, _ in begun] == list(range(first, 4))
     for one, other in zip(begun[0][1], weights, strict=True):
         np.testing.assert_array_equal(one, other)
     same_on_all_ranks(resumed.get_weights(), wire)
-    # Otherwise the next run would begin at the end of this one.
+    # A remaining backup would end the next run immediately.
     assert not os.path.exists(f"{folder}/b")
 
 
 def test_ranks_with_local_weights_resume_from_the_backup(wire, folder):
-    """With the state of their inner optimizers, of which each rank has its own."""
+    """Each rank resumes the state of its own inner optimizer."""
 
     def fit(epochs):
         model = models.mlp()
@@ -107,7 +107,7 @@ def test_ranks_with_local_weights_resume_from_the_backup(wire, folder):
 
 
 def test_one_rank_saves_with_orbax(wire):
-    """A package that is not installed: the callback is made without it."""
+    """Orbax is not installed, so the callback is created without it."""
     callback = keras.callbacks.OrbaxCheckpoint.__new__(keras.callbacks.OrbaxCheckpoint)
     callback.directory, callback.save_freq = "/nowhere", 2
     kept = fit_arguments.with_one_writer([callback])
@@ -128,7 +128,7 @@ def test_overridden_methods_of_callbacks_run(wire, folder):
 def test_saving_on_all_ranks_logs_a_warning(wire, folder):
     model = _compiled()
     _fit(model, wire)
-    # An earlier test of this job may have been warned.
+    # Forget the warning of an earlier test in this job.
     fit_arguments.warn_if_all_save.cache_clear()
     with LogLines() as lines:
         for _ in range(2):
@@ -137,8 +137,8 @@ def test_saving_on_all_ranks_logs_a_warning(wire, folder):
     assert len(said) == (wire.topology.rank == 1), lines
 
 
-def test_a_list_of_callbacks_of_keras(wire):
-    """With all that `fit` adds, on ranks with other numbers of batches."""
+def test_fit_accepts_a_callback_list_of_keras(wire):
+    """The ranks have different numbers of batches."""
     model = _compiled()
     count = 16 if wire.topology.rank == 0 else 8
     callbacks = keras.callbacks.CallbackList(
@@ -153,7 +153,7 @@ def test_a_list_of_callbacks_of_keras(wire):
     model.fit(x, y, verbose=0, callbacks=None)
 
 
-def test_logs_that_are_not_scalars(wire):
+def test_arrays_in_logs_are_averaged(wire):
     class Adds(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs |= {"of classes": np.array([1.0, 3.0]) * wire.topology.rank, "text": "as it is"}
@@ -181,7 +181,7 @@ def test_logs_that_are_not_scalars(wire):
     json.dumps(scores)
 
 
-def test_different_shapes_are_refused(wire):
+def test_logs_of_different_shapes_are_refused(wire):
     class Adds(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["odd"] = np.zeros(1 + wire.topology.rank)

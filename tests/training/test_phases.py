@@ -1,4 +1,4 @@
-"""Phases of growing images on several ranks: as one process, in halves, and of unequal lengths."""
+"""Trains phases of growing images on ranks: exactly, in half precision, and with unequal data."""
 
 import keras
 import numpy as np
@@ -23,7 +23,7 @@ SPARSE = tp.schemes.HiTopK(density=0.1, min_elements=0)
 
 
 def _model():
-    """A model for images of any size, whose result does not depend on how a batch is split."""
+    """Returns a model for images of any size that treats the samples of a batch separately."""
     layers = keras.layers
     return keras.Sequential(
         [
@@ -70,7 +70,7 @@ def _sgd():
 
 
 def _train(model, schemes, data_of, scaled=None):
-    """Trains all phases, on what `data_of` returns for each."""
+    """Trains all phases on the results of `data_of`, and returns the optimizer."""
     optimizer = scaled or tp.DistributedOptimizer(_sgd(), scheme=schemes[0])
     model.compile(optimizer=optimizer, loss=models.LOSS)
     resize = keras_callbacks.ProgressiveResize(_phases(schemes), momentum_correction=False)
@@ -87,7 +87,7 @@ def _train(model, schemes, data_of, scaled=None):
 
 
 def _shares(wire, batches=BATCHES):
-    """Returns a function to this rank's part of every global batch of a phase."""
+    """Returns a function that returns this rank's part of all global batches of a phase."""
 
     def of(phase):
         together = phase.batch * wire.topology.size
@@ -113,8 +113,8 @@ def test_dense_phases_equal_one_process(wire):
     check_equal(model.get_weights(), alone.get_weights())
 
 
-def test_phases_in_mixed_precision(wire):
-    """The loss scale goes on from phase to phase, and an overflow on one rank is one on all."""
+def test_the_loss_scale_continues_over_phases(wire):
+    """An overflow on one rank is skipped on all ranks."""
     keras.config.set_dtype_policy("mixed_float16")
     model, scales, shares = _model(), [], _shares(wire)
     schemes = (SPARSE, "torus2d", "torus2d")
@@ -126,7 +126,7 @@ def test_phases_in_mixed_precision(wire):
         scales.append(float(scaled.dynamic_scale))
         if phase.size != SIZES[1][0]:
             return shares(phase)
-        # The first batch of the second phase on the last rank.
+        # Scale the first batch of the second phase on the last rank.
         factor = 1e30 if wire.topology.rank == wire.topology.size - 1 else 1.0
         return (
             shares(phase)
@@ -137,13 +137,13 @@ def test_phases_in_mixed_precision(wire):
     optimizer = _train(model, schemes, overflowing, scaled)
     same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
     assert np.isfinite(model.layers[-1].kernel.numpy()).all()
-    # It overflows in each of the phase's two epochs.
+    # It overflows in each of the two epochs of the phase.
     assert scales == [1024.0, 1024.0, 256.0], scales
     assert int(optimizer.iterations) == 2 * 3 * BATCHES - 2
 
 
-def test_phases_on_ranks_with_unequal_data(wire):
-    """Known lengths, then unknown ones; in each phase another rank is out of data first."""
+def test_ranks_with_unequal_data_train_phases_together(wire):
+    """Lengths are known, then unknown. In each phase, another rank exhausts its data first."""
     model = _model()
 
     def unequal(phase):
@@ -160,7 +160,7 @@ def test_phases_on_ranks_with_unequal_data(wire):
     assert counts[0] >= 2 * 3 * BATCHES
 
 
-def test_phases_of_a_model_of_keras_hub(wire):
+def test_a_model_of_keras_hub_trains_in_phases(wire):
     model = _hub_model()
     before = model.layers[-1].kernel.numpy()
     _train(model, (SPARSE, "torus2d", "auto"), _shares(wire))

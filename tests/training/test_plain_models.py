@@ -1,4 +1,4 @@
-"""Models of Keras's own beside ours are left alone, whatever they hold."""
+"""Plain Keras models that exist next to ours are not changed, whatever they contain."""
 
 import keras
 import numpy as np
@@ -13,7 +13,7 @@ DATA = models.mlp.data(8)
 
 
 class Holder(keras.Model):
-    """A model with attributes that a search for optimizers must not read."""
+    """Model with attributes that the search for optimizers must not read."""
 
     def __init__(self, optimizer=None):
         super().__init__()
@@ -27,7 +27,7 @@ class Holder(keras.Model):
     @property
     def expensive(self):
         self.computed += 1
-        raise RuntimeError("nobody asked for this")
+        raise RuntimeError("this property must not be read")
 
     def train_step(self, data):
         optimizer = self.own()
@@ -41,7 +41,7 @@ class Holder(keras.Model):
 
 
 class Items(list):
-    """A list that tells how many of its items were looked at."""
+    """List that counts how many of its items are read."""
 
     seen = 0
 
@@ -59,7 +59,7 @@ def test_plain_models_are_searched_without_side_effects(are_ours_alive):
     model.fit(*DATA, batch_size=4, verbose=0)
     loop = []
     loop.append(loop)
-    # Past Keras's tracking, as a user's own tool does it.
+    # Bypass Keras's tracking, as tools of users do.
     vars(model)["loop"], vars(model)["items"] = loop, Items(range(200_000))
     Items.seen = 0
     assert optimizers_of(model) == []

@@ -1,4 +1,4 @@
-"""Phases of growing images: what each sets, how often it traces, and that nothing stays behind."""
+"""Tests phases of growing images: their settings, the number of traces, and their memory."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ def test_each_phase_has_its_rate_momentum_and_decay():
     inner = model.optimizer.inner_optimizer
     rates = train(model, resize, after=lambda p: seen.append((inner.momentum, inner.weight_decay)))
     assert seen == [(0.8, 0.1), (0.5, 0.1), (0.5, 0.3), (0.5, 0.3)]
-    # The last of three batches begins two thirds into its epoch.
+    # The last of three batches starts at two thirds of its epoch.
     last = np.arange(5) + 2 / 3
     expected = 0.1 * (1 + last) * np.array([1, 1, 1, 0.5, 0.5])
     np.testing.assert_allclose(rates, [*expected, 0.7], rtol=1e-5)
@@ -45,7 +45,7 @@ def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
     with mock.patch.object(Session, "forget_steps") as forgotten:
         train(model, ProgressiveResize(phases, 0.1), after=lambda phase: counts.append(len(TRACED)))
     assert counts[1] - counts[0] <= traces
-    # Steps of another size take another time, by which `auto` plans; not within a phase.
+    # Steps of another size take another time, so `auto` plans again in each phase.
     assert forgotten.call_count == len(phases)
 
 
@@ -55,7 +55,7 @@ LEAK_BYTES = 10 * 2**20
 
 @pytest.mark.slow
 def test_ten_phases_use_no_more_memory_than_two():
-    """Neither in graphs nor in bytes, also where schemes change."""
+    """This holds for graphs and bytes, also if schemes change."""
     model, graphs, resident = compiled(), [], []
     schemes = ["hitopk", "torus2d", "torus2d"]
     phases = [
@@ -65,7 +65,7 @@ def test_ten_phases_use_no_more_memory_than_two():
     def count(phase):
         gc.collect()
         graphs.append(sum(issubclass(type(one), FuncGraph) for one in gc.get_objects()))
-        # What Python and TensorFlow have freed, the C library may still hold.
+        # The C library may retain memory that Python and TensorFlow have freed.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
@@ -77,10 +77,10 @@ def test_ten_phases_use_no_more_memory_than_two():
 
 
 @pytest.mark.slow
-def test_resumed_in_each_phase(tmp_path):
-    """Killed within a phase, between two epochs of it, or at its end, a run ends as a whole one.
+def test_killed_runs_resume_in_each_phase(tmp_path):
+    """The kill comes within a phase, between two epochs of it, or at its end.
 
-    On several ranks: test_resume_in_every_phase.
+    test_runs_resume_in_every_phase tests the same on several ranks.
     """
     phases = [
         Phase(epochs=2, size=6, batch=4, scheme="hitopk", momentum=0.9),
@@ -98,7 +98,7 @@ def test_resumed_in_each_phase(tmp_path):
         return model.get_weights()
 
     whole = run(tmp_path / "whole")
-    # Phases end after steps 6, 9 and 12.
+    # The phases end after steps 6, 9 and 12.
     for stop in (3, 6, 8, 11):
         folder = tmp_path / f"{stop}"
         with pytest.raises(KeyboardInterrupt):
@@ -108,7 +108,7 @@ def test_resumed_in_each_phase(tmp_path):
 
 
 class _Killed(keras_callbacks.Checkpoint):
-    """A checkpoint whose process ends after some steps of the whole run."""
+    """Checkpoint that ends the process after a number of steps."""
 
     def __init__(self, folder, steps):
         super().__init__(folder, every_n_steps=1)
@@ -166,7 +166,7 @@ def test_settings_that_the_optimizer_lacks_are_refused():
 
 
 def test_a_fit_over_several_phases_is_refused(tmp_path):
-    """Also where one before has stopped early: its snapshot is of another phase's images."""
+    """This holds even if an earlier phase stopped early, because its images have another size."""
     phases = [Phase(epochs=2, size=6, batch=4), Phase(epochs=1, size=8, batch=4)]
     message = r"Received: epochs 1 to 2, but the phase of 6 pixels ends with epoch 1"
     resize, checkpoint = ProgressiveResize(phases, 0.1), keras_callbacks.Checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""Models with a compile and a train step of their own, whose optimizers Keras does not know."""
+"""Tests models whose own `compile` and `train_step` hide their optimizers from Keras."""
 
 import os
 import shutil
@@ -46,8 +46,8 @@ def test_unequal_batches_equal_one_process(wire):
         same_on_all_ranks(gan_state(model), wire)
 
 
-def test_ranks_with_fewer_batches(wire):
-    """However often a step exchanges by which optimizer."""
+def test_ranks_with_fewer_batches_stay_equal(wire):
+    """A step calls one optimizer twice, and the other once."""
     model = make_gan(True, d_steps=2)
     model.fit(gan_batches([4] * (3 + wire.topology.rank)), epochs=2, verbose=0)
     assert int(model.d_optimizer.iterations) == 6 * model.d_steps
@@ -55,7 +55,7 @@ def test_ranks_with_fewer_batches(wire):
 
 
 def _job(folder, epochs, every_n_steps=None, model=None):
-    """Trains a new model, or this one; returns it and its state."""
+    """Trains a new or the given model, and returns the model and its state."""
     if model is None:
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(11 + tp.rank())
@@ -81,7 +81,7 @@ def _job(folder, epochs, every_n_steps=None, model=None):
     return model, [*gan_state(model), *rank_state]
 
 
-def test_resume(wire):
+def test_runs_resume_with_two_optimizers(wire):
     folder = shared_folder(wire)
     _, whole = _job(os.path.join(folder, "whole"), 2, every_n_steps=1)
     names = sorted(os.listdir(os.path.join(folder, "whole")))
@@ -92,7 +92,7 @@ def test_resume(wire):
         if wire.topology.rank == 0:
             shutil.copytree(os.path.join(folder, "whole", name), os.path.join(target, name))
         exchange_objects(None, wire, "copied")
-        # The second by what the first has trained on.
+        # The second snapshot is resumed by the model that resumed the first.
         model, resumed = _job(target, 2, model=model)
         for a, b in zip(resumed, whole, strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {name}")
@@ -101,7 +101,7 @@ def test_resume(wire):
         shutil.rmtree(folder)
 
 
-def test_broadcast_gives_the_state_of_all_optimizers(wire):
+def test_broadcast_sends_the_state_of_all_optimizers(wire):
     model = make_gan(True)
     for optimizer, part in zip(
         optimizers_of(model), (model.discriminator, model.generator), strict=True
@@ -162,8 +162,8 @@ class _StopAtStep2(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def test_stop_in_the_middle_of_an_epoch(wire):
-    """Training stops on all ranks at once, or on one, which drops the others' next step."""
+def test_a_stop_within_an_epoch_stops_all_ranks(wire):
+    """If only one rank stops, the others discard their next step."""
     for ranks, eagerly in (((0, 1), False), ((1,), False), ((1,), True)):
         model = models.mlp()
         optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.05))
@@ -176,11 +176,11 @@ def test_stop_in_the_middle_of_an_epoch(wire):
         same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_terminate_on_nan(wire):
+def test_a_nan_on_one_rank_terminates_all_ranks(wire):
     x, y = models.mlp.data(16)
     if wire.topology.rank == 1:
         x[4:8] = np.nan
-    # Without a ReLU: oneDNN fuses it into the product, and it then turns NaN into 0.
+    # Omit the ReLU, because oneDNN would fuse it into the product, and turn NaN into 0.
     model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(models.CLASSES)])
     model.compile(optimizer=tp.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss=models.LOSS)
     stop = keras.callbacks.TerminateOnNaN()

@@ -1,4 +1,4 @@
-"""Several ranks train to the same weights as one process on the whole batch."""
+"""Several ranks reach the weights of one process on the whole batch."""
 
 import numpy as np
 import pytest
@@ -32,26 +32,26 @@ def _compare(build, make_optimizer, wire, schemes):
         check_equal(weights, reference)
         same_on_all_ranks(weights, wire)
     moved = max(np.abs(a - b).max() for a, b in zip(reference, start.get_weights(), strict=True))
-    assert moved > 1e-3, "nothing was learnt, so nothing was compared"
+    assert moved > 1e-3, "training must change the reference"
 
 
-def test_mlp_sgd(wire):
+def test_an_mlp_with_sgd_equals_one_process(wire):
     _compare(models.mlp, sgd, wire, ["allreduce", "ps"])
 
 
-def test_mlp_adam(wire):
+def test_an_mlp_with_adam_equals_one_process(wire):
     _compare(models.mlp, adam, wire, [SERVED, "alltoall"])
 
 
-def test_cnn_adam(wire):
+def test_a_cnn_with_adam_equals_one_process(wire):
     _compare(models.cnn, adam, wire, ["torus2d"])
 
 
-def test_attention_adam(wire):
+def test_attention_with_adam_equals_one_process(wire):
     _compare(models.attention, adam, wire, ["hybcomm"])
 
 
-def test_embedding_sgd(wire):
+def test_an_embedding_with_sgd_equals_one_process(wire):
     _compare(models.embedding, sgd, wire, [SERVED, "hybcomm"])
 
 

@@ -1,4 +1,4 @@
-"""Models that their first batch builds, on ranks that began apart, by every way of training."""
+"""The first batch builds models, on ranks with different seeds, for every way of training."""
 
 import keras
 import numpy as np
@@ -62,7 +62,7 @@ OPTIMIZERS = {
 }
 
 
-# Every pair of a model, an optimizer and a way is among them.
+# The cases include every pair of a model, an optimizer and a way of training.
 @pytest.mark.parametrize(
     ("make", "optimizer", "train"),
     [
@@ -79,13 +79,13 @@ def test_ranks_end_with_equal_weights(wire, make, optimizer, train):
     model = make()
     model.compile(OPTIMIZERS[optimizer](), models.LOSS)
     train(model, *models.share(models.mlp.data(32), 8, wire.topology))
-    # Keras's step that finds no data counts, too, where ranks train by themselves.
+    # With local updates, Keras also counts the step that finds no data.
     assert int(model.optimizer.iterations) in (4, 5, 8)
     same_on_all_ranks(model.get_weights(), wire)
 
 
 def test_the_next_fit_continues_a_generator(wire):
-    """`fit` reads its first batch to build the model, and must not close it."""
+    """`fit` reads the first batch to build the model, but must not close the generator."""
     x, y = models.mlp.data(64)
     batches, model = _generator(x, y), Subclass()
     model.compile(OPTIMIZERS["distributed"](), models.LOSS)
@@ -95,7 +95,7 @@ def test_the_next_fit_continues_a_generator(wire):
 
 
 class ReadsValues(Subclass):
-    """Cannot be built by shapes alone."""
+    """Model that shapes alone cannot build."""
 
     def call(self, x):
         return super().call(x * float(np.sign(x.numpy()).max()))
@@ -105,7 +105,7 @@ class ReadsValues(Subclass):
 @pytest.mark.parametrize(
     "train", [_by_arrays, _by_generator, _by_tf_data], ids=lambda f: f.__name__
 )
-def test_eager_steps(wire, make, train):
+def test_eager_steps_keep_ranks_equal(wire, make, train):
     keras.utils.set_random_seed(wire.topology.rank)
     model = make()
     model.compile(OPTIMIZERS["distributed"](), models.LOSS, run_eagerly=True)
@@ -118,8 +118,8 @@ class Ragged(Subclass):
         return super().call(x.to_tensor(shape=[None, 20]))
 
 
-def test_ragged_batches(wire):
-    """Symbolic tensors have no `to_tensor`."""
+def test_ragged_batches_build_the_model(wire):
+    """Symbolic tensors, with which models are usually built, have no `to_tensor`."""
     keras.utils.set_random_seed(wire.topology.rank)
     model = Ragged()
     model.compile(OPTIMIZERS["distributed"](), models.LOSS)
@@ -129,7 +129,7 @@ def test_ragged_batches(wire):
 
 
 def test_batches_outside_of_fit_build_the_model(wire):
-    """Nobody can tell where training begins: ranks draw alike, as they are told to."""
+    """Without `fit`, ranks must start with the same seed."""
     model = Subclass()
     model.compile(OPTIMIZERS["distributed"](), models.LOSS)
     _by_batches(model, *models.share(models.mlp.data(32), 8, wire.topology))

@@ -1,4 +1,4 @@
-"""`verbose="auto"`: progress bars where there is a terminal, else one line per epoch."""
+"""With `verbose="auto"`, terminals show progress bars, and other outputs one line per epoch."""
 
 import io
 import sys

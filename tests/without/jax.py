@@ -1,3 +1,3 @@
-"""Hides JAX from jobs: TensorFlow imports it where it is installed, in a second or more."""
+"""Hides JAX from jobs, because TensorFlow would import it, which takes a second or more."""
 
-raise ImportError("jobs of tests do without JAX")
+raise ImportError("JAX is hidden from jobs of tests")

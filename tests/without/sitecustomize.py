@@ -1,7 +1,7 @@
-"""Spares jobs garbage collections that find nothing: 1.1 of the 3 seconds of a process.
+"""Disables useless garbage collections in jobs, which take 1.1 of the 3 seconds of a process.
 
-TensorFlow's modules live as long as the process. Collections traverse them during imports, and once
-more when the interpreter ends.
+TensorFlow's modules live as long as the process. Garbage collections traverse them during imports,
+and again when the interpreter ends.
 """
 
 import atexit

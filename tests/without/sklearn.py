@@ -1,3 +1,3 @@
-"""Hides scikit-learn from jobs: Keras imports it where it is installed, in two seconds."""
+"""Hides scikit-learn from jobs, because Keras would import it, which takes two seconds."""
 
-raise ImportError("jobs of tests do without scikit-learn, but for `launch.WITH_SKLEARN`")
+raise ImportError("scikit-learn is hidden from jobs of tests, except with `launch.WITH_SKLEARN`")
