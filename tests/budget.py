@@ -20,10 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 2
-"""Times its budget that a part may take: machines differ by as much."""
+"""Factor by which a part may exceed its budget, because machines differ as much."""
 FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
 MOST_RETRIED = 3
-"""Tests of a part that may fail the first time."""
+"""Largest number of failed tests of a part that are repeated."""
 
 
 def budgets():

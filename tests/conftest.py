@@ -21,7 +21,7 @@ collect_ignore = ["clusters", "examples/ported", "without"]
 JOBS = Path(__file__).parent / "jobs"
 JOB_LIMIT_S = launch.LIMIT_S + 60
 LANES = 2
-"""Jobs that run beside the fast tests at a time; `ranks/plugin.py` adds one."""
+"""Jobs that run in parallel with the fast tests; `ranks/plugin.py` adds one."""
 SLOWEST = 10
 
 

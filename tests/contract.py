@@ -38,10 +38,10 @@ SCHEMES = {
         None,
     ),
 }
-"""Scheme, and its rounding relative to the largest value: 0 if exact, None for those with state."""
+"""Scheme, and its rounding relative to the largest value: 0 if exact, None with state."""
 
 OF_EACH_CLASS = list({type(scheme): scheme for scheme, _ in reversed(SCHEMES.values())}.values())
-"""One scheme of each class, where types on the wire say no more."""
+"""One scheme of each class, for tests that do not depend on options."""
 
 LENGTHS = (0, 1, 7, 64, 10_007)
 

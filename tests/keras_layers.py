@@ -111,7 +111,7 @@ CASES = {
     ),
     "TimeDistributed": _sequence(lambda x: L.TimeDistributed(L.Dense(5))(x), (6, 5)),
 }
-"""By the name of the class."""
+"""Case of each layer class, by name."""
 
 NOT_TRAINED = {
     "FlaxLayer": "of another framework",

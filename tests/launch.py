@@ -11,14 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800
-"""For jobs that hang: more than ten times what the longest of them takes on two idle CPU cores."""
+"""Limit for jobs that hang: more than ten times the longest job on two idle CPU cores."""
 
 WITH_SKLEARN = {"PYTHONPATH": str(ROOT)}
-"""Variables of jobs that take scikit-learn's digits. Others do without packages that TensorFlow and
-Keras import only because they are installed: `tests/without`."""
+"""Variables of jobs that use scikit-learn's digits. `tests/without` hides from other jobs the
+packages that TensorFlow and Keras import only because they are installed."""
 
 durations = []
-"""Label and seconds of every job that has ended."""
+"""Label and seconds of every finished job."""
 _running = {}
 
 

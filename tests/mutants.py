@@ -30,13 +30,13 @@ CODE = (
     *("exchange", "communication", "schemes", "sharded", "local", "elastic_averaging"),
     *("factors", "autotune", "state", "gradients", "policies", "training", "optimizers", "checks"),
 )
-"""Folders of tfposeidon, or modules; keras_callbacks and datacache are taken whole."""
+"""Folders or modules of tfposeidon; keras_callbacks and datacache are included as a whole."""
 DATA = ROOT / "build" / "mutants.coverage"
 RESULTS = ROOT / "build" / "mutants.json"
 LIMIT_S = 60
 MOST_TESTS = 8
-"""Tests of a line that are tried: those that cover the fewest lines first, and where they notice
-nothing as many others, by chance."""
+"""Tests that run for a line: those that cover the fewest lines, and if they detect nothing, as many
+others, drawn at random."""
 TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",

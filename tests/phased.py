@@ -7,7 +7,7 @@ import tensorflow as tf
 import tfposeidon as tp
 
 TRACED = []
-"""An item for each trace of a train step."""
+"""Has an item for each trace of a train step."""
 
 
 class Model(keras.Sequential):

@@ -49,9 +49,9 @@ CORE = (
     "test_readme.py",
     "training",
 )
-"""What runs with `--tests core`: rooms that TensorFlow, Keras, Horovod or a compiler can break."""
+"""Folders of `--tests core`, which depend on TensorFlow, Keras, Horovod or the compiler."""
 CUDA_PYTHON = "3.12"
-"""Python release of the pairs with CUDA; one is enough."""
+"""Python release of all pairs with CUDA."""
 LIMIT_S = 3600
 TAIL_LINES = 15
 

@@ -97,7 +97,7 @@ def test_the_exposed_time_of_untimed_steps_is_refused(wire):
 
 
 TURNING = []
-"""The candidates of `Turning`."""
+"""Candidates of `Turning`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tfposeidon.text import parse_rate
 
 LAYOUT = "2x2"
 CALL_S = 1e-3
-"""Seconds of a function that does nothing."""
+"""Seconds of a call of an empty function."""
 NODE = Link(latency_s=2e-4, bytes_per_s=1e9)
 RATES = Rates(
     sum_s=2e-9,

@@ -23,7 +23,7 @@ MACHINE = {
     "meminfo": "MemTotal:  2000000 kB\nMemFree: 1 kB\nMemAvailable:  1500000 kB\n"
     "HugePages_Total: 0\n"
 }
-"""Memory of a machine, of which 1434 MB can be taken."""
+"""Memory of a machine with 1434 MB available."""
 
 
 def cgroup(folder, used, limit, files=0, version=2):

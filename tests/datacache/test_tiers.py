@@ -25,10 +25,10 @@ BATCH = -(-SAMPLES // BATCHES)
 READ = np.dtype([("job", "int32"), ("sample", "int32")])
 """Record of a read in the log."""
 JOBS = multiprocessing.get_context("forkserver")
-"""Starts processes that have run nothing yet, all from one that has imported TensorFlow."""
+"""Forks new processes from a server process that has imported TensorFlow and done nothing else."""
 JOBS.set_forkserver_preload([__name__])
 EVERY_EPOCH = range(sys.maxsize)
-"""Endless as `itertools.count()`, which Python 3.14 no longer gives to another process."""
+"""Replaces `itertools.count()`, which Python 3.14 cannot send to another process."""
 
 
 def f(index):

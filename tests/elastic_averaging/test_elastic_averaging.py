@@ -39,7 +39,7 @@ pytestmark = pytest.mark.ranks("3", server_rank=0)
 
 
 rank_1_serves = pytest.mark.ranks("3", server_rank=1)
-"""The server is rank 1, so that the ranks of the workers are not consecutive."""
+"""Rank 1 is the server, so that the ranks of the workers are not consecutive."""
 
 
 def _first_worker():

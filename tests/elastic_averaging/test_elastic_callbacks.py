@@ -26,7 +26,7 @@ from tfposeidon.communication.wire import HorovodWire, exchange_objects
 pytestmark = pytest.mark.ranks("3", server_rank=0)
 
 FEW, MANY = 48, 96
-"""Samples: 6 and 12 steps of each of 2 workers in an epoch."""
+"""Numbers of samples for 6 and 12 steps of each of 2 workers in an epoch."""
 
 
 @contextlib.contextmanager

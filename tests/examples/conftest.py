@@ -7,7 +7,7 @@ import pytest
 from tests.launch import ROOT
 
 TRAIN, TEST, SIZE = 30, 20, 16
-"""Drawn images to train and to test on, and their side."""
+"""Numbers of training and test images, and their side in pixels."""
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks(
 )
 
 EXCHANGE_S = 1.0
-"""What a delayed exchange takes."""
+"""Seconds of a delayed exchange."""
 
 
 def test_no_collective_waits_for_another_bucket(wire):

@@ -16,9 +16,9 @@ from tests.helpers.models import same_on_all_ranks
 pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 TALK = 200_000
-"""Bytes of a step's messages and of what `fit` sends before and after it."""
+"""Bytes of the messages of a step, and of those that `fit` sends before and after it."""
 WIDTH = 500
-"""Side of the kernels: on 2 x 2 ranks, factors of up to 125 rows per rank are the cheaper way."""
+"""Side of the kernels; on 2 x 2 ranks, factors of up to 125 rows per rank send fewer bytes."""
 
 
 def _dataset(x, y, rows):
@@ -107,7 +107,7 @@ FEEDERS = {
     "train_on_batch": (_by_train_on_batch, 4096),
     "a loop by hand": (_HandWritten(), 4096),
 }
-"""What makes a step that is fed that way, and its larger batch."""
+"""Function that makes a step with this kind of data, and the larger number of rows."""
 
 
 def test_bytes_follow_the_rows_of_each_step(wire):

@@ -16,7 +16,7 @@ from tfposeidon.autotune.simulation import simulate, stage_times
 from tfposeidon.communication import runtime
 
 WIDTH, LAYERS = 400, 4
-"""Kernels of 640 kB: several fit into a bucket of the default size, one into a smaller bucket."""
+"""Size and number of kernels of 640 kB; a bucket of the default size holds several of them."""
 
 
 @contextlib.contextmanager

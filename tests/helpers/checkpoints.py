@@ -60,9 +60,9 @@ def saved_state(model):
 
 EVERY_STEP = slice(None)
 WITHIN_AND_BETWEEN = slice(None, None, 2)
-"""Stops in two epochs of two batches: in the first epoch, between both, after the last batch."""
+"""Snapshots of two epochs of two batches: in the first epoch, between both, and at the end."""
 BETWEEN_AND_WITHIN = slice(1, None, 2)
-"""Stops in two epochs of three batches: in the first epoch, between both, in the second epoch."""
+"""Snapshots of two epochs of three batches: in the first epoch, between both, in the second."""
 
 
 def check_resumes(

@@ -13,9 +13,9 @@ from tfposeidon.schemes.sparse import SparseScheme
 LENGTH = 2**21
 TRIES = 10
 DENSITY = 0.1
-"""Density of sparse schemes here: their bytes, too, must be many beside Horovod's own messages."""
+"""Density of sparse schemes, at which their bytes far exceed those of Horovod's own messages."""
 TALK = 10_000
-"""Bytes per rank of the messages that Horovod sends in every cycle: more on a busy machine."""
+"""Bytes per rank of Horovod's own messages, which it sends in every cycle."""
 
 
 def check(wire, expect):

@@ -11,7 +11,7 @@ from tests.helpers.over_ranks import on_one_rank
 STEPS = 10
 BATCH = 12
 SERVED = tp.schemes.ParameterServer()
-"""Stands for a `ShardedOptimizer`, see `distributed`."""
+"""Selects a `ShardedOptimizer` in `distributed`."""
 
 
 def distributed(inner, scheme="auto", **options):

@@ -31,8 +31,7 @@ OPTIMIZERS = {
     "late": lambda inner: tp.LocalUpdates(inner, sync_every=3, overlap_steps=2),
 }
 PAUSE_S, LONG_PAUSE_S = 0.1, 1.0
-"""Between steps, and between those of a job that waits for its fault, which leaves the processor to
-others."""
+"""Pause between steps, and a longer one for jobs that wait for a fault of the lab."""
 
 
 class Trouble(keras.callbacks.Callback):

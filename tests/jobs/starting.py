@@ -78,7 +78,7 @@ NODE_KINDS = {
 FAILING_KIND, FAILING_RANK = "Indexed Job", 3
 HOSTS = ["10.99.0.1", "10.99.0.2"]
 LATE = {"torchrun": 0, "SLURM": 3}
-"""Kinds of which one rank starts late."""
+"""Kind of platform -> the rank that starts late."""
 LATE_S = 3
 
 

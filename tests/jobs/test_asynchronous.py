@@ -14,7 +14,7 @@ SCRIPT = ROOT / "tests" / "jobs" / "asynchronous_job.py"
 
 
 STEPS, EPOCHS = 8, 4
-"""Of a worker: steps in an epoch, and epochs."""
+"""Steps of a worker in an epoch, and epochs."""
 
 
 def _run(kind, cause=None, server=0, goes_on=False, ranks=3):

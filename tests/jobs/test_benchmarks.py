@@ -25,10 +25,10 @@ NOT_MEASURED = {
     "structure",
 } | ({"gpu"} if shutil.which("nvidia-smi") is None else set())
 SAME_JOB = {"scaling": ["auto", "overview"]}
-"""Benchmark -> others that show and plot the results of the same smallest job."""
+"""Benchmark -> other benchmarks with the same smallest job."""
 OTHERS = NOT_MEASURED.union(*SAME_JOB.values())
 NAMES = sorted({file.stem for file in (ROOT / "benchmarks").glob("*.py")} - OTHERS)
-"""All modules, so that none can be missed."""
+"""All modules, so that new benchmarks are included."""
 OF_DIGITS = {"accuracy", "elastic_averaging", "large_batch", "local_accuracy", "selection"}
 
 

@@ -18,7 +18,7 @@ from tests.launch import LIMIT_S, ROOT, ahead, descendants, finish, lab, lab_com
 
 PROBES = ROOT / "tests" / "jobs" / "probes.py"
 TRIES = 5
-"""Of what a busy machine can make slower."""
+"""Tries of measurements that a busy machine slows down."""
 
 
 def probe(options, *arguments, **keywords):

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 EVERY, ROUNDS, BETWEEN, LATE = 8, 2, 3, 5
 WIDTH = 1400
-"""Side of the kernel of 8 MB; Horovod's own messages take 0.3 MB in a second."""
+"""Side of the kernel, which has 8 MB; Horovod's own messages have 0.3 MB per second."""
 TALK = 200_000
-"""Bytes of the messages in which ranks agree on what to exchange, in nodes at every step."""
+"""Bytes of the messages by which ranks agree on collectives, within nodes in every step."""
 OPTIONS = {
     "dense": {},
     "16 bits, late": {"scheme": tp.schemes.AllToAll(wire_dtype="float16"), "overlap_steps": LATE},

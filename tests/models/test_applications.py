@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks("2x1")
 
 NAMES = ("VGG16",)
 SIDE = 32
-"""Pixels of the smallest images that they take."""
+"""Side in pixels of the smallest images that the model accepts."""
 
 
 def _trained(name, wire):

@@ -14,16 +14,16 @@ from tests.ranks.worker import FOLDER
 
 POLL_S = 0.1
 START_S = 600
-"""For ranks that do not start, or do not come to the next test."""
+"""Limit for ranks that do not start, or do not reach the next test."""
 GRACE_S = 30
-"""By then ranks have left a test that another failed, or wait for what it has not sent."""
+"""Limit for ranks after another rank failed the test; later they must be waiting for it."""
 STACKS_S = 5
-"""To write stacks, beyond the limit of a test."""
+"""Time to write stacks, in addition to the limit of a test."""
 END_S = 300
-"""After the last test."""
+"""Limit for the end of the job after its last test."""
 LAST_CHARACTERS = 6000
 FRAMEWORK = re.compile(r"/(_pytest|pluggy|pytest)/|<frozen runpy>").search
-"""Lines of stacks that say nothing of a test."""
+"""Matches lines of stacks that do not belong to a test."""
 
 
 class _Rank:

@@ -9,12 +9,12 @@ import pytest
 from tests import launch
 
 LIMIT_S = 300
-"""For tests that hang: ten times what the longest of them takes on two idle CPU cores."""
+"""Limit for tests that hang: ten times the longest test on two idle CPU cores."""
 INIT = {"stall_timeout_s": 2 * LIMIT_S, "network": "unknown"}
 """Arguments of `tp.init` that a mark may replace.
 
-The session ends a test that hangs, with the stacks of all ranks, before ranks end themselves. Tests
-that are not about `auto` exchange by the scheme that they name, or by all-reduce.
+The session ends a test that hangs, with the stacks of all ranks, before the stall timeout of the
+ranks. Without a network profile, tests that name no scheme use all-reduce.
 """
 
 

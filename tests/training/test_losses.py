@@ -17,7 +17,7 @@ ALSO_ON_FOUR_RANKS = pytest.mark.ranks("2", "2x2", core=True)
 
 BATCHES = 4
 FIRST = 8
-"""Samples of each batch that rank 0 has."""
+"""Number of samples of each batch on rank 0."""
 LENGTH = 8
 RATE = 0.3
 CrossEntropy = keras.losses.SparseCategoricalCrossentropy

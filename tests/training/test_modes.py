@@ -29,9 +29,9 @@ SCHEMES = {
     "mstopk": tp.schemes.HiTopK(density=0.1, min_elements=0, select="mstopk"),
     "gathered": tp.schemes.TopK(density=0.1, min_elements=0),
 }
-"""Name of a layer -> the scheme of its weights: one model has all of them."""
+"""Name of a layer -> the scheme of its weights; one model has all these layers."""
 FEW = 3
-"""Layers of a model whose weights all go the same way: more of them show nothing else."""
+"""Number of layers of models whose weights all have the same scheme."""
 ONE_PROCESSOR = {
     "processors": 1,
     "environment": {"TF_NUM_INTEROP_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"},

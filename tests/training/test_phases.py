@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks("2x1")
 
 CLASSES, BATCHES = 5, 4
 SIZES = ((8, 4), (12, 4), (16, 2))
-"""Side of the images and batch of each rank, by phase."""
+"""Side of the images, and batch of each rank, by phase."""
 SPARSE = tp.schemes.HiTopK(density=0.1, min_elements=0)
 
 

@@ -50,7 +50,7 @@ def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
 
 
 LEAK_BYTES = 10 * 2**20
-"""Memory that comes and goes between phases; one that is kept takes 7 MiB, eight of them 55."""
+"""Tolerance for memory that varies between phases; eight retained phases would need 55 MiB."""
 
 
 @pytest.mark.slow
