@@ -1,5 +1,5 @@
-// Times the GPU's library on the first CUDA GPU, beside a copy in its memory. Prints one line of
-// JSON; benchmarks/gpu.py compiles it and reads that.
+// Times the GPU library, and a copy in the GPU's memory, on the first CUDA GPU. Prints one line of
+// JSON; benchmarks/gpu.py compiles this program and reads the output.
 //
 //   gpu ELEMENTS DENSITY DISTRIBUTION
 
@@ -30,7 +30,7 @@ void must(cudaError_t error) {
   std::exit(1);
 }
 
-// One block that is given out anew to each call, as TensorFlow's allocator reuses its memory.
+// Gives the same block to each call, because TensorFlow's allocator reuses memory, too.
 class Reused : public Memory {
  public:
   explicit Reused(size_t bytes) : size_(bytes) { must(cudaMalloc(&block_, bytes)); }
@@ -70,7 +70,7 @@ void run(int64_t n, int64_t k, const std::string& distribution) {
   const float *residual = on_gpu(drawn), *velocity = on_gpu(drawn);
   float *out = on_gpu(drawn), *speed = on_gpu(drawn), *values = on_gpu(std::vector<float>(k));
   int32_t* indices = on_gpu(std::vector<int32_t>(k));
-  // Sixteen ranks send vectors of the same density with other indices.
+  // Sixteen ranks send vectors of the same density with different indices.
   std::vector<int32_t> places(k * kRanks);
   for (int64_t r = 0; r < kRanks; ++r) {
     for (int64_t i = 0; i < k; ++i)
@@ -115,7 +115,7 @@ void run(int64_t n, int64_t k, const std::string& distribution) {
     for (const auto& [name, work] : entries) {
       memory.reset();
       must(cudaStreamSynchronize(stream));
-      // By the host's clock: selections wait for values that the CPU decides by.
+      // Use the host's clock, because selections wait for values that the CPU reads.
       const double begin = seconds();
       work();
       must(cudaStreamSynchronize(stream));

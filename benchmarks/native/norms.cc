@@ -1,5 +1,5 @@
-// Times the norms of many vectors beside one read of them. Prints one line of JSON;
-// benchmarks/norms.py compiles it and reads that.
+// Times the norms of many vectors, and one read of them. Prints one line of JSON;
+// benchmarks/norms.py compiles this program and reads the output.
 //
 //   norms SIZE...
 
@@ -13,7 +13,7 @@
 namespace tfposeidon {
 namespace {
 
-// Keeps the compiler from leaving out reads whose result nobody needs.
+// Prevents the compiler from omitting reads without a use.
 volatile uint32_t sink;
 
 void run(const std::vector<int64_t>& sizes) {

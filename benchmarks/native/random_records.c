@@ -1,9 +1,8 @@
-// How fast one thread copies records of a file in random order into a buffer that it uses again and
-// again.
+// Measures how fast one thread copies the records of a file in random order into one buffer.
 //
 //   random_records FILE RECORD_BYTES RECORDS BATCH PASSES
 //
-// It prints records per second, one line for each pass.
+// Prints records per second, one line for each pass.
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -1,6 +1,6 @@
-// Times the native library's passes over memory, beside one read, one addition and one zero fill of
-// the same data in the same run. Prints one line of JSON; benchmarks/selection.py compiles it and
-// reads that.
+// Times the native library's passes over memory, and one read, one addition and one zero fill of
+// the same data in the same run. Prints one line of JSON; benchmarks/selection.py compiles this
+// program and reads the output.
 //
 //   selection ELEMENTS DENSITY DISTRIBUTION [FILE]
 //
@@ -41,7 +41,7 @@ void fill(const std::string& distribution, const char* file, std::vector<float>*
   for (size_t i = have; i < x->size(); ++i) (*x)[i] = (*x)[i % have];
 }
 
-// Keeps the compiler from leaving out reads whose result nobody needs.
+// Prevents the compiler from omitting reads without a use.
 volatile uint32_t sink;
 
 void run(int64_t n, int64_t k, const std::string& distribution, const char* file) {
@@ -85,7 +85,7 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
          });
        }},
   };
-  // Sixteen ranks send vectors of the same density with other indices.
+  // Sixteen ranks send vectors of the same density with different indices.
   std::vector<int32_t> places(k * kRanks);
   const std::vector<int64_t> counts(kRanks, k);
   for (int64_t r = 0; r < kRanks; ++r) {
@@ -99,7 +99,7 @@ void run(int64_t n, int64_t k, const std::string& distribution, const char* file
                                    out.data());
                      }});
 
-  // About as much work for every length.
+  // The work is about equal for all lengths.
   const int rounds = static_cast<int>(std::clamp<int64_t>((int64_t{1} << 31) / n, 11, 301));
   std::map<std::string, std::vector<double>> times;
   for (int round = -2; round < rounds; ++round) {

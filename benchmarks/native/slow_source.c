@@ -1,11 +1,11 @@
-// A slow file system, to be preloaded: files below one folder open late, and all processes share
-// one rate of bytes.
+// Simulates a slow file system if it is preloaded: files in one folder open late, and all processes
+// share one rate of bytes.
 //
-//   SLOW_SOURCE_FOLDER     what is slow; nothing else is
-//   SLOW_SOURCE_STATE      a file that the processes share: when the next byte may go, opens, bytes
-//   SLOW_SOURCE_OPEN_MS    what each open takes; opens at the same time do not wait for one another
+//   SLOW_SOURCE_FOLDER     folder of the slow files
+//   SLOW_SOURCE_STATE      file that the processes share: time of the next byte, opens, bytes
+//   SLOW_SOURCE_OPEN_MS    milliseconds of each open; concurrent opens do not wait for each other
 //   SLOW_SOURCE_MB_S       10^6 bytes per second over all processes; 0 for no limit
-//   SLOW_SOURCE_FAIL_EVERY each so many-th open fails with EIO; 0 for none
+//   SLOW_SOURCE_FAIL_EVERY N: each N-th open fails with EIO; 0 for none
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -94,7 +94,7 @@ static ssize_t came(int file, ssize_t bytes) {
   int error = errno;
   __sync_add_and_fetch(&state->bytes, (uint64_t)bytes);
   if (mb_s > 0) {
-    // Each read books its time behind those of all processes, which share the rate.
+    // Each read reserves the time after the reads of all processes, which share the rate.
     uint64_t cost = (uint64_t)((double)bytes / mb_s * 1e3), now, before, after;
     do {
       now = now_ns();

@@ -1,4 +1,4 @@
-// Threads for the native library, and what its benchmarks time with.
+// Threads and a timer for benchmarks of the native library.
 
 #ifndef BENCHMARKS_NATIVE_TIMING_H_
 #define BENCHMARKS_NATIVE_TIMING_H_
@@ -16,8 +16,8 @@
 
 namespace tfposeidon {
 
-// Threads that wait for work, as TensorFlow's do: starting one takes longer than selecting from a
-// small vector.
+// Threads that wait for work, like TensorFlow's: starting a thread takes longer than a selection
+// from a small vector.
 class Pool : public Parallel {
  public:
   explicit Pool(int count) {
@@ -58,7 +58,7 @@ class Pool : public Parallel {
         changed_.wait(lock, [&] { return round_ != seen; });
       }
       if (work_ == nullptr) return;
-      // Threads without work count as done, too, so that `run` returns when none reads `work_`.
+      // Threads without work count, too, so that `run` returns only when no thread reads `work_`.
       if (id < count_) (*work_)(id);
       ++done_;
     }

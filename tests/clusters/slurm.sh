@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs ranks under a real SLURM of one node; needs root, Debian's packages and a network:
+# Runs ranks under a real SLURM on one node. Requires root, Debian's packages and a network:
 #     bash tests/clusters/slurm.sh     # or make test-clusters
 # SLURM is installed on overlays in private namespaces, which disappear with their last process.
 set -e
@@ -38,7 +38,7 @@ runuser -u munge -- /usr/sbin/munged
 slurmctld
 slurmd
 export PYTHONPATH=tests/without:. TF_CPP_MIN_LOG_LEVEL=3
-# The example itself, on what this machine has.
+# Run the example with the resources of this machine.
 timeout 120 sbatch --wait --overcommit --nodes=1 --ntasks-per-node=2 --gpus-per-node=0 -o /mnt/step.txt \
     examples/cluster/slurm.sh tests/jobs/starting.py sum || { cat /mnt/step.txt; exit 1; }
 cat /mnt/step.txt

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.ranks("2")
 COUNTS = [(4, 4), (4, 4), (2, 2), (2, 2), (3, 1), (4, 4), (4, 4), (0, 0), (0, 0), (2, 2), (0, 5)]
 """Samples of rank 0 and of rank 1 in each step."""
 COLLECTIVES = [3, 2, 3, 2, 4, 3, 2, 4, 3, 3, 4]
-"""Number of collectives in each step: one for the bucket, and one that compares the sample counts with
-the expected counts. If they differ, or after a step with unequal counts, a third one sums samples,
-and a fourth one repeats the exchange."""
+"""Number of collectives in each step: one for the bucket, and one that compares sample counts with
+those expected. If they differ, or after a step with unequal counts, a third one sums samples, and a
+fourth one repeats the exchange."""
 
 
 def _gradient(step, rank):

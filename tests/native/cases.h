@@ -1,4 +1,4 @@
-// Random and nasty input, and plain references to compare with.
+// Random and difficult inputs, and plain references.
 
 #ifndef TESTS_NATIVE_CASES_H_
 #define TESTS_NATIVE_CASES_H_
@@ -71,7 +71,7 @@ inline Indices exact(const Floats& x, int64_t k) {
   return order;
 }
 
-// The mean of |x| as `Statistics` defines it; the search is too fine for any other.
+// The mean of |x| as `Statistics` defines it; with another rounding, the search may differ.
 inline float mean_magnitude(const Floats& x) {
   const size_t whole = x.size() / 64 * 64;
   double sum = 0;
@@ -85,7 +85,7 @@ inline float mean_magnitude(const Floats& x) {
   return static_cast<float>(sum / static_cast<double>(x.size()));
 }
 
-// Algorithm 1, line by line, with the corrections that top_k.h names.
+// Algorithm 1, line by line, with the corrections that top_k.h lists.
 inline Indices literal_ms_top_k(const Floats& x, int64_t k, int steps, uint64_t seed, float mean) {
   const int64_t n = static_cast<int64_t>(x.size());
   if (!std::isfinite(mean)) return exact(x, k);
@@ -141,7 +141,7 @@ struct Selected {
 
 template <class Select>
 Selected selected(int64_t k, const Select& call) {
-  // Canaries behind the end: exactly k are written.
+  // The canaries after the end show that exactly k elements are written.
   Selected s{Indices(k + 1, -7), Floats(k + 1, -7)};
   call(s.indices.data(), s.values.data());
   expect(s.indices[k] == -7 && s.values[k] == -7, "writes k elements", "");
@@ -157,14 +157,14 @@ inline void check_values(const Selected& s, const Floats& x, const std::string& 
   }
 }
 
-// A value of the wire's type is exact, and with what stays is what was.
+// Checks that a sent value fits the wire type, and that sent value and residual are the sum.
 inline void check_sent(float value, float stays, float was, const std::string& about) {
   expect((bits_of(value) & 0xffff) == 0, "values fit the wire's type", about);
   const bool finite = std::isfinite(was) && std::isfinite(value);
   expect(!finite || value + stays == was, "sent + residual = sum", about);
 }
 
-// Pairs of several ranks, and their sum.
+// Index-value pairs of several ranks, and their sum.
 struct Sparse {
   Indices indices;
   Floats values;
@@ -188,7 +188,7 @@ inline Sparse draw_sparse(const Floats& x) {
   return s;
 }
 
-// Puts an index that is outside 0 .. n-1 at the place returned; there must be a place.
+// Replaces one of the indices, which must exist, by one outside 0 .. n-1, and returns its place.
 inline int64_t spoil(Sparse* s) {
   const int64_t place = below(static_cast<int64_t>(s->indices.size()));
   const int32_t wrong[] = {static_cast<int32_t>(s->sum.size()), -1,
@@ -205,7 +205,7 @@ inline void check_sum(const Floats& sum, const Floats& expected, const std::stri
   }
 }
 
-// `add(sparse, out)` sums into `out` and returns what index is outside.
+// `add(sparse, out)` sums into `out`, and returns an index that is out of range.
 template <class Add>
 void check_scatter_add(const Case& c, const std::string& about, const Add& add) {
   Sparse s = draw_sparse(c.x);
@@ -219,7 +219,7 @@ void check_scatter_add(const Case& c, const std::string& about, const Add& add) 
          "finds the index that is outside", about);
 }
 
-// Vectors one behind the other, empty and short ones among them.
+// Cuts `x` into consecutive vectors, including empty and short ones.
 inline std::vector<Span> cut_anywhere(const Floats& x) {
   std::vector<Span> vectors;
   const int64_t n = static_cast<int64_t>(x.size());

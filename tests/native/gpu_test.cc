@@ -1,6 +1,6 @@
-// The GPU's library against plain references. As it stands its passes are run by Thrust on the CPU;
-// with TFPOSEIDON_ON_GPU, and gpu.cu linked, on a GPU. That it registers with TensorFlow is for
-// tests/jobs/test_cuda.py.
+// Compares the GPU library with plain references. By default, Thrust runs its passes on the CPU;
+// with TFPOSEIDON_ON_GPU, and gpu.cu linked, on a GPU. tests/jobs/test_cuda.py tests that it
+// registers with TensorFlow.
 //
 //   gpu_test [cases]
 
@@ -14,8 +14,8 @@
 namespace tfposeidon::gpu {
 namespace {
 
-// The mean of |x| in 64 bits. On a GPU blocks add side by side, so the last bit of a sum may be
-// another; that of the mean, in 32 bits, is so in one of 2^29 cases.
+// The mean of |x| in 64 bits. On a GPU, blocks add concurrently, so the last bit of the sum may
+// differ; the mean in 32 bits then differs in one of 2^29 cases.
 float mean_in_64_bits(const Floats& x) {
   double sum = 0;
   for (float v : x) sum += std::fabs(static_cast<double>(v));
@@ -27,7 +27,7 @@ float rounded_to(float x, WireType wire) {
   return wire == WireType::kBfloat16 ? from_bfloat16(to_bfloat16(x)) : x;
 }
 
-// What a selection writes through `call(indices, values)`; canaries go along.
+// Returns the results that `call(indices, values)` writes, and checks the canaries after them.
 template <class Index, class Call>
 Selected selected_by(UnderTest* place, int64_t k, const Call& call) {
   return selected(k, [&](int32_t* indices, float* values) {
@@ -67,7 +67,7 @@ void check_selection(const Case& c, const std::string& about) {
   }
 }
 
-// `was` is the sum that was selected from, and `kept` what stays of it.
+// `was` is the sum from which elements are selected, and `kept` is the new residual.
 void check_feedback(const Selected& s, const Floats& was, const Floats& kept, int64_t k,
                     WireType wire, const std::string& about) {
   expect(s.indices == exact(was, k), "selects from the sum", about);
@@ -134,7 +134,7 @@ void check_scatter_add(const Case& c, const std::string& about) {
   });
 }
 
-// Conversions themselves are those of half.h, which lib_test compares with their definition.
+// The conversions are those of half.h, which lib_test compares with their definition.
 void check_sums(const Case& c, const std::string& about) {
   const int64_t rows = 1 + below(4), n = static_cast<int64_t>(c.x.size()) / rows;
   for (const WireType wire : {WireType::kFloat16, WireType::kBfloat16}) {

@@ -1,5 +1,5 @@
-// The library against plain references, on random and nasty input, for every instruction set that
-// this CPU has. `make check-native` runs it under the address, undefined-behaviour and thread
+// Compares the library with plain references on random and difficult inputs, for every instruction
+// set of this CPU. `make check-native` runs it under the address, undefined-behavior and thread
 // sanitizers.
 //
 //   lib_test [cases]
@@ -77,7 +77,7 @@ void check_scatter_add(const Case& c, const Engine& engine, const std::string& a
   });
 }
 
-// Zeros but for a few, without the memory that so many elements would take.
+// A source of zeros with few other elements, which does not store the zeros.
 class MostlyZero : public Source {
  public:
   explicit MostlyZero(std::vector<int64_t> places) : places_(std::move(places)) {}
@@ -114,7 +114,7 @@ void check_past_int32() {
   const int64_t n = (int64_t{1} << 31) + 12'345;
   const std::vector<int64_t> places = {0, 77, (int64_t{1} << 31) - 1, int64_t{1} << 31, n - 1};
   const MostlyZero source(places);
-  const Serial serial;  // Which has to make two parts.
+  const Serial serial;  // The engine must divide the work into two parts.
   Workspace workspace;
   const Engine engine{best_loops(), serial, workspace};
   std::vector<int64_t> indices(places.size());
@@ -143,7 +143,7 @@ float float16_value(uint16_t half) {
 
 void check_float16(const InnerLoops& loops) {
   for (uint32_t half = 0; half < 65536; ++half) {
-    // Nine at a time: eight go through the vector instructions, the last does not.
+    // Of nine values, eight use vector instructions, and the last one does not.
     const std::vector<uint16_t> halves(9, static_cast<uint16_t>(half));
     Floats values(9);
     loops.sum_float16(halves.data(), 1, 9, 9, values.data());
@@ -236,7 +236,7 @@ void check_sums(const InnerLoops& loops) {
   }
 }
 
-// From 2^22 elements on, sums are written past the caches.
+// From 2^22 elements on, sums bypass the caches.
 void check_large_sums(const Parallel& parallel) {
   Workspace workspace;
   const Engine engine{best_loops(), parallel, workspace};

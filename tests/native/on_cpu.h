@@ -1,4 +1,4 @@
-// The GPU's library on the CPU: Thrust runs its passes here, so that sanitizers see them.
+// Runs the passes of the GPU library by Thrust on the CPU, where sanitizers can check them.
 
 #ifndef TESTS_NATIVE_ON_CPU_H_
 #define TESTS_NATIVE_ON_CPU_H_
@@ -23,7 +23,7 @@ class OnCpu : public Memory {
  public:
   void* allocate(size_t bytes) override {
     held_.push_back(std::make_unique<char[]>(bytes));
-    std::memset(held_.back().get(), 0xa5, bytes);  // Nobody may count on zeros.
+    std::memset(held_.back().get(), 0xa5, bytes);  // New memory is not zero.
     return held_.back().get();
   }
 

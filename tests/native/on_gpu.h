@@ -1,4 +1,4 @@
-// Memory of the first CUDA GPU, and a stream of its own, for gpu.cu, which is linked.
+// Memory and a separate stream of the first CUDA GPU, for gpu.cu, which is linked.
 
 #ifndef TESTS_NATIVE_ON_GPU_H_
 #define TESTS_NATIVE_ON_GPU_H_
@@ -24,7 +24,7 @@ inline void must(cudaError_t error) {
 
 class OnGpu : public Memory {
  public:
-  // As TensorFlow's, the stream does not wait for the default one.
+  // Like TensorFlow's stream, this stream does not wait for the default stream.
   OnGpu() { must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
   OnGpu(const OnGpu&) = delete;
 
@@ -38,7 +38,7 @@ class OnGpu : public Memory {
     void* place = nullptr;
     must(cudaMalloc(&place, std::max<size_t>(bytes, 1)));
     held_.push_back(place);
-    must(cudaMemsetAsync(place, 0xa5, bytes, stream_));  // Nobody may count on zeros.
+    must(cudaMemsetAsync(place, 0xa5, bytes, stream_));  // New memory is not zero.
     return place;
   }
 

@@ -1,4 +1,4 @@
-// Plain threads in place of TensorFlow's pool.
+// Plain threads, which replace TensorFlow's thread pool.
 
 #ifndef TESTS_NATIVE_THREADS_H_
 #define TESTS_NATIVE_THREADS_H_
