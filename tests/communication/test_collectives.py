@@ -79,7 +79,7 @@ def test_collectives_in_loops_and_branches_agree(wire):
     assert float(total()) == 7 * wire.topology.size
 
 
-def test_all_gather_of_unequal_parts(wire):
+def test_all_gather_joins_unequal_parts(wire):
     rank, size = wire.topology.rank, wire.topology.size
     for joined in _both(lambda: tp.all_gather(tf.fill([rank + 1, 2], rank))):
         np.testing.assert_array_equal(

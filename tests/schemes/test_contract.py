@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-def test_contract_in_traced_functions(wire):
+def test_the_contract_holds_in_traced_functions(wire):
     """TensorFlow must neither fold nor merge collectives in a graph."""
 
     def compiled(function, *args):
@@ -30,7 +30,7 @@ def test_contract_in_traced_functions(wire):
 @pytest.mark.ranks("2", "2x2", core=True)
 @pytest.mark.ranks("2+1")
 @pytest.mark.ranks("2x2", launcher="mpirun")
-def test_contract_on_every_layout(wire):
+def test_the_contract_holds_on_every_layout(wire):
     for scheme in contract.SCHEMES:
         for length in contract.LENGTHS:
             _check_same_bits(contract.check(scheme, length, wire), wire)

@@ -27,7 +27,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scheme", contract.SCHEMES)
 @pytest.mark.parametrize("length", contract.LENGTHS)
-def test_contract_on_simulated_ranks(scheme, length, layout):
+def test_the_contract_holds_on_simulated_ranks(scheme, length, layout):
     _check(scheme, length, LAYOUTS[layout])
 
 
@@ -35,7 +35,7 @@ def test_contract_on_simulated_ranks(scheme, length, layout):
 @pytest.mark.parametrize(
     "scheme", [name for name in contract.SCHEMES if " " not in name and name != "onebit"]
 )
-def test_contract_on_128_ranks(scheme):
+def test_the_contract_holds_on_128_ranks(scheme):
     _check(scheme, 16 * 8 * 5 + 3, Topology.regular(0, 128, 8).nodes)
 
 
