@@ -1,1 +1,1 @@
-"""Benchmarks, which measure ratios of two systems in one run."""
+"""Benchmarks, which compare two or more systems in one run."""

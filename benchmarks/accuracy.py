@@ -5,9 +5,9 @@
     python -m benchmarks.accuracy --sparse    # sparse schemes and all-reduce; 16 minutes
     python -m benchmarks.accuracy --one-bit   # one-bit and exact gradients
 
-Every scheme trains the same CNN from the same seeds until the validation accuracy is reached, at
-most for 30 epochs; with `--sparse` and `--one-bit` (Poseidon, Fig. 11) always for all of them. An
-interrupted run resumes.
+Every scheme trains the same CNN from the same seeds until it reaches the validation accuracy, for
+at most 30 epochs. With `--sparse` and `--one-bit` (Poseidon, Fig. 11), it trains for all 30 epochs.
+An interrupted run resumes.
 """
 
 import statistics
@@ -121,10 +121,10 @@ def spread(values, form):
 
 
 def plot(cells, path):
-    """Saves the plot that fits the runs: curves, or what was needed to reach the target.
+    """Saves curves, or the time and steps to the target, depending on the runs.
 
-    Curves are those of runs that all go on to the last epoch. Runs that stop at the target are of
-    different lengths, and how long they take is their result.
+    Curves require that all runs train to the last epoch. Runs that stop at the target differ in
+    length, and their length is the result.
     """
     found = runs_of(cells)
     if all(cell.get("task", {}).get("goes_on") for cell in cells.values()):
@@ -178,17 +178,17 @@ CURVES = {
     "errors": ("validation error, %", lambda error: 100 * error, {"yscale": "log"}),
     "losses": ("training loss", lambda loss: loss, {"yscale": "log"}),
 }
-"""Label, value and axis of each panel, for runs that go on."""
+"""Label, value and axis of each panel, for runs of all epochs."""
 
 
 CURVE = {"marker": "", "linewidth": 2.4}
 ON_TOP = {"marker": "D", "linewidth": 1.0, "markersize": 3.5, "markevery": 2, "zorder": 3}
-"""Of exact selection, whose curve often is that of MSTopK: both are to be seen."""
+"""Style of exact selection, which stays visible if its curve equals that of MSTopK."""
 
 
 def plot_curves(found, path):
     """Saves accuracy, error and loss by epoch: means over seeds, and their range."""
-    # Results from before losses were noted have no panel of them.
+    # Older results have no losses, and no panel of them.
     noted = all("losses" in run for runs in found.values() for run in runs)
     names = [name for name in CURVES if noted or name != "losses"]
 

@@ -32,8 +32,8 @@ def _branches(
     """Yields convolutions in branches from one input; returns the number of output channels.
 
     "1x1x64 | 1x1x96 3x3x128+1x1x8" has two branches. A convolution is height x width x channels
-    out, and "+" joins two parallel convolutions. Outputs are `side` x `side`, but with `last`, the
-    output of a branch's end is `last` x `last`.
+    out, and "+" joins two parallel convolutions. Outputs are `side` x `side`, except that
+    with `last`, the final output of each branch is `last` x `last`.
     """
     ends = 0
     for branch, steps in enumerate(branches.split("|"), 1):
@@ -192,7 +192,7 @@ def _models() -> Iterator[Model]:
     yield trained("vgg19", vgg19(1000), 256, 560)
     yield trained("resnet50", resnet(3, 4, 6, 3), 256, 1150)
     yield trained("resnet50_96", resnet(3, 4, 6, 3), 256, 4400)
-    # No batch is published: 8 explains Table 3, given the exposed time per parameter of VGG-19 and
+    # No batch is published; 8 explains Table 3, given the exposed time per parameter of VGG-19 and
     # ResNet-50.
     yield trained("transformer_110m", transformer(), 8, 32)
 

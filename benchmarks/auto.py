@@ -103,7 +103,7 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Saves a line of points for each cell: steps over that of the best fixed scheme."""
+    """Saves a line of points per configuration: step times relative to the best fixed scheme."""
     found = list(compared(cells))
 
     def draw(figure, axes):

@@ -3,7 +3,7 @@
     python -m benchmarks.best_scheme
     python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
 
-The choice for each fully connected layer is computed from byte counts in seconds; no training runs.
+The choice for each fully connected layer follows from byte counts; nothing is trained.
 """
 
 import argparse

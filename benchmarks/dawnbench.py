@@ -5,9 +5,9 @@
 
 Systems are Horovod called directly (one all-reduce per gradient), all-reduce in buckets during the
 backward pass (as in PyTorch DDP) in 32 and 16 bits, the 2D torus, hierarchical top 1 % in all
-phases, the paper's schedule (fp16 compression) and `auto`; the same model, data, rates and
-evaluation for all. The link corresponds to 25 GbE in the paper's run: see `RATE`. Time is counted
-as in DAWNBench, with the tracing of steps and without evaluation. An interrupted run resumes.
+phases, the paper's schedule (fp16 compression) and `auto`. All have the same model, data, learning
+rates and evaluation. The link corresponds to 25 GbE in the paper's run (`RATE`). As in DAWNBench,
+time includes the tracing of steps, but not evaluation. An interrupted run resumes.
 """
 
 import functools
@@ -22,11 +22,11 @@ from benchmarks import figures, harness
 
 RATE = "32mbit"
 """The 25 GbE equivalent. On 16 nodes, 2D torus takes 61 ms for the gradients of ResNet-50 (1.875 x
-102 MB per node), beside 58 ms that a V100 computes in the first phase (table 4 of the paper). The
-small model computes 75 ms there, on two cores for four ranks, and sends 315 kB per node."""
+102 MB per node), and a V100 computes for 58 ms in the first phase (table 4 of the paper). The small
+model computes for 75 ms in this phase, on two cores for four ranks, and sends 315 kB per node."""
 SYSTEMS = ("horovod", "allreduce", "allreduce16", "torus2d", "hitopk", "paper", "auto")
 LOOKS = {
-    # What a system is called, and whose line it has.
+    # System -> its label, and the system in `figures` with the same line style.
     "horovod": ("Horovod called directly", "horovod"),
     "allreduce": ("all-reduce in buckets, as DDP", "allreduce"),
     "allreduce16": ("fp16 all-reduce in buckets, as DDP's hook", "allreduce:float16"),
@@ -177,7 +177,7 @@ def spread(values, form):
 def epoch_seconds(seeds):
     """Returns seconds of the fastest epoch of all seeds by resolution and batch.
 
-    In the first one of each phase steps are traced.
+    The first epoch of each phase includes the tracing of steps.
     """
     found = {}
     for run in seeds:
@@ -221,7 +221,7 @@ def plot(cells, path):
 
 
 def look(system):
-    """Returns the line of a system, by its name here."""
+    """Returns the line style and the label of a system."""
     label, like = LOOKS[system]
     return figures.line(like) | {"label": label, "markersize": 4}
 

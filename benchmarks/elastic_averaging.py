@@ -21,7 +21,7 @@ from benchmarks.local_accuracy import between, interval
 TOGETHER, ASYNCHRONOUS = "synchronous all-reduce", "elastic averaging"
 BSP = "BSP"
 ALPHAS, TAUS = (0.1, 0.225, 0.5), (1, 2, 4)
-"""0.225 is 0.9 over four workers, the default."""
+"""Values of alpha (0.225 is the default, 0.9 over four workers), and steps between exchanges."""
 PACES = {TOGETHER: {"every": None}, ASYNCHRONOUS: {"every": 4}}
 RUNS = {BSP: {"every": None, "alpha": None}} | {
     f"alpha {alpha:g}, every {tau}": {"every": tau, "alpha": alpha}
@@ -194,7 +194,7 @@ def _draw_accuracies(axis, cells):
         xlabel="alpha",
         ylabel="difference from BSP, points",
     )
-    # Above the bars.
+    # Leave space for the legend above the bars.
     low, high = axis.get_ylim()
     axis.set_ylim(low, high + 0.2 * (high - low))
     axis.legend(loc="upper center", ncols=4, handlelength=1.2, columnspacing=1.0)

@@ -103,19 +103,19 @@ SMALLEST = {
     ],
 }
 FULL = {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
-# Share of what an exchange sends; where the shaper's burst is more, the limit says nothing.
+# If the shaper's burst exceeds this share of an exchange's bytes, the limit is meaningless.
 LARGEST_BURST = 0.01
 # With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
-# Of all ranks together: on sixteen, a gather of 2^24 values from each does not fit into memory.
+# The bytes are those of all ranks; a gather of 2^24 values from each of 16 ranks needs too much.
 MOST_GATHERED_BYTES = 4 * 2**30
 LONGEST_LIMIT_S = 5.0
-# Of a core, in products of factors; only to leave out what would take too long.
+# Speed of a core in products of factors, only to skip exchanges that would take too long.
 OPERATIONS_PER_S = 25e9
-# Distance of the quartiles / median of the times of one exchange: of twenty short ones a single one
-# that the scheduler made wait says nothing about their median.
+# Distance of the quartiles / median of the times of an exchange. One short exchange of twenty that
+# the scheduler delayed has no effect on the quartiles.
 LARGEST_SCATTER = 0.10
-# What DDP exchanges: the gradients of a model, without computing anything.
+# DDP exchanges the gradients of this model, without computation.
 PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 3}
 
 
@@ -227,7 +227,7 @@ def asked_for(systems, options):
 def grid(rate):
     """Yields "system size" for each exchange of the grid over one link."""
     for systems, sizes, rates in GRID:
-        # Rates that the grid does not have are measured as its fast ones.
+        # Rates that the grid does not have are measured like its fast ones.
         if rate in rates or rate not in RATES:
             yield from (f"{system} {size}" for size in sizes for system in systems)
 
@@ -314,7 +314,7 @@ def rows(cell):
             "length": math.prod(map(int, size.split("x"))),
             "time_s": time_s,
             "scatter": scatter,
-            # Of the median, from the distance of the quartiles as in a normal distribution.
+            # Standard error of the median, from the quartiles of a normal distribution.
             "standard_error": 0.93 * scatter / len(times) ** 0.5,
             "bytes": measured["busiest_bytes"],
             "counted": measured["sent_bytes"] / measured["predicted_bytes"]
@@ -338,7 +338,7 @@ def fit(rows):
     sizes, times = (
         np.array([row[name] for row in rows], float) for name in ("shaped_bytes", "time_s")
     )
-    # Relative errors count, so that short exchanges tell the latency and long ones the bandwidth.
+    # With relative errors, short exchanges determine the latency and long ones the bandwidth.
     terms = np.stack([np.ones_like(sizes), 8 * sizes], axis=1) / times[:, None]
     (latency_s, bit_s), *_ = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)
     return latency_s, 1 / bit_s if bit_s > 0 else math.inf

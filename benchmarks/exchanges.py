@@ -13,7 +13,7 @@ from tfposeidon.schemes.wire_format import WIRE_DTYPES
 SCHEMES = {**REGISTRY, **baselines.SYSTEMS}
 ITEMSIZE = 4
 DENSITIES, PRODUCT_ROWS = {"select": 0.01, "select_many": 0.1, "scatter": 0.01}, 256
-"""Share of elements in the local work on pairs, and rows of the factors in that on products."""
+"""Shares of elements in local work on pairs, and rows of factors in local work on products."""
 
 
 def scheme_named(name):
@@ -46,7 +46,7 @@ def one_server_each(lengths, ranks):
       lengths: Elements of each variable by its path, in the order of the layers.
       ranks: Number of ranks.
     """
-    # The last first, as their gradients come.
+    # Gradients appear in this order, that of the last layer first.
     kernels = [item for item in lengths.items() if re.search("dense[0-9]+/kernel", item[0])]
     return [*baselines.balanced(reversed(kernels), ranks), (".*", "ps")]
 

@@ -103,7 +103,7 @@ STYLES = {
 DEFAULTS = (":mstopk",)
 """Options that are defaults of a scheme, so that names with and without them are equal."""
 PARTS = ("#264653", "#2a9d8f", "#e0b84c", "#c1666b")
-"""Colors of what is no system: steps of an exchange, parts of a computation."""
+"""Colors of steps of an exchange and of parts of a computation, which are not systems."""
 BASELINE = "#b8b8b8"
 """Color of the reference of parts."""
 MODELS = {
@@ -224,7 +224,7 @@ def legend(figure, columns=4, more=(), title=None):
 def save(path, panels, draw, columns=2, height_in=3.0):
     """Saves a grid of panels as wide as the page.
 
-    Nothing is saved without panels, or, after a printed line, without Matplotlib.
+    Without panels nothing is saved, and without Matplotlib only a hint is printed.
 
     Args:
       path: File to write.

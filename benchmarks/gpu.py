@@ -92,7 +92,7 @@ PASSES = {
     "sum_rows": 0.75,  # 16-bit values of four rows of a quarter's length, and their sum.
     "norms": 1,
 }
-"""How often as many bytes as the vector has are read or written at least; a copy does so twice."""
+"""Bytes that each operation must read and write, as a multiple of the vector; a copy has 2."""
 
 
 def least_s(cell, name):

@@ -11,14 +11,14 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.text import parse_rate
 
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
-"""Values in the single collectives that tell latencies, and of those that may tell rates."""
+"""Lengths of the single collectives that determine latencies, and that may determine rates."""
 WORK, NO_WORK = 2**22, 2**16
 PAIRS = tuple(round(DENSITIES[kind] * WORK) for kind in ("select", "select_many"))
-"""Elements, and pairs, of the local work that tells the speed of a rank, and what a call takes."""
+"""Lengths of the local work that determines the speed of a rank, and pairs in this work."""
 HALF_PER_SUM = 45.0
 """Seconds of a sum in float16 in Horovod's ring for each second of one in float32; fitted."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
-"""Rates at which no single collectives are measured, and those whose figures are scaled."""
+"""Rate without measured single collectives -> the rate whose figures are scaled instead."""
 
 
 def topology_of(layout):

@@ -35,7 +35,7 @@ NVCC = ("nvcc", "-std=c++17", "-O3", "--fmad=false", "-arch=native", "-I.")
 TIME_LIMIT_S = 3600
 # Name of another framework up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored", "jax": "jax_fit"}
-# Keras takes one backend per process, and JAX another NumPy than TensorFlow: an environment apart.
+# JAX has a separate environment, since it needs another backend of Keras and another NumPy.
 JAX = ROOT / "build" / "jax" / "bin" / "python"
 JAX_REMEDY = (
     "python -m venv build/jax && build/jax/bin/pip install keras==3.15.1 jax==0.10.2 "
@@ -311,7 +311,7 @@ def environment():
 
 
 def _answer(answer, report, options, task, worker):
-    """Returns what a job has measured, with what the lab reports; `None` where there is nothing."""
+    """Returns the figures of a job and of the lab's report, or `None` without figures."""
     if not answer.exists():
         return None
     # A killed lab writes no report.

@@ -68,7 +68,7 @@ SYSTEMS = {
             )
             for every in (4, 16, 64)
         ),
-        # With neither an outer optimizer nor SGD: tells which of the two DiLoCo owes its result to.
+        # AdamW without an outer optimizer shows which of the two determines DiLoCo's result.
         System(VARIANTS, "local AdamW", "average by adamw", 16, "torus2d", "local AdamW"),
         System(VARIANTS, "local SGD in 16 bits", "average", 16, "alltoall:float16", "auto:fp16"),
         System(
@@ -131,7 +131,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns one job for each part, data set, kind of shares and of systems, and some seeds."""
+    """Returns one job per part, data set, kind of shares, kind of systems and group of seeds."""
     more = {"layout": options.layout, "scale": options.scale}
     accuracy = [
         {"part": "accuracy", "kind": kind, "data": data, "shares": shares}
@@ -304,7 +304,7 @@ def row(name, own, base, like):
 
 
 PLACES = {"local SGD": 0.9, "EASGD": 1.0, "DiLoCo": 1.11}
-"""Factors on the bytes of methods that send as many, so that all of their intervals are seen."""
+"""Factors on the bytes of methods that send equally many, so that intervals do not overlap."""
 POINTS = (-80, -40, -20, -10, -5, -2, -1, -NEAR, 0, NEAR, 1, 2, 5)
 MEGABYTES = (0.02, 0.1, 0.5, 2, 10, 50)
 """Ticks of the axes."""

@@ -12,7 +12,7 @@ from benchmarks import figures, harness
 
 RATE = "200mbit"
 EVERY_STEP = "every step"
-"""Instead of a number of steps, for systems that exchange gradients in each step."""
+"""Replaces the number of steps for systems that exchange gradients in each step."""
 SYSTEMS = {
     # Scheme, steps between synchronizations, overlap in steps, compute seconds of a step.
     "all-reduce in each step": ("allreduce", EVERY_STEP, 0, 0.0),

@@ -87,7 +87,7 @@ def show(cells):
 
 
 COLORS = {"worker": figures.style("ps").color, "server": figures.style("ps:server").color}
-"""Colors by where the update is made: on every rank, as by default, or at the servers."""
+"""Colors of updates on every rank, the default, and of updates on the shard owners."""
 OPTIMIZER_NAMES = {"momentum": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"}
 
 

@@ -3,10 +3,10 @@
     python -m benchmarks.norms            # short: ResNet-50, 4 ranks
     python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8, 16 ranks; 10 minutes
 
-Norms are those that LARS needs: of each variable and of its gradient. In parallel (CommLib,
-section 5.4) is the largest share, computed on an idle machine, and the all-gather of the results:
-here 16 ranks share two CPU cores, so that at the same time each takes eight times as long as on
-its own machine. That is measured, too. An interrupted run resumes.
+LARS needs the norms of each variable and of its gradient. The time in parallel (CommLib, section
+5.4) is that of the largest share, computed on an idle machine, and of the all-gather of the
+results. Concurrent shares are measured, too, but 16 ranks share two CPU cores here, so each takes
+eight times as long as on its own machine. An interrupted run resumes.
 """
 
 import math

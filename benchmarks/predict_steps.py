@@ -46,7 +46,7 @@ def descriptions_of(model):
 def timeline_of(model, dilation, links):
     """Returns when an emulated model has its gradients.
 
-    The accelerator is emulated, and products of dense layers are made by the CPU besides.
+    The accelerator is emulated, but the CPU really computes the products of dense layers.
     """
     times = model.times()
     now_s = dilation * sum(forward_s for forward_s, _ in times)

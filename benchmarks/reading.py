@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks import figures, harness
 
-# Rates of the slow source: one that a tuned reader keeps up with in training, and one that is too
-# slow for it.
+# Rates of the slow source: a tuned reader keeps up with training at the first, and the second is
+# too slow for it.
 MB_S = [30, 10]
 HELD = ("imports", "datacache", "tf.data cache")
 COMMON = {"mb_s": MB_S, "nodes": {"layout": "2x2"}, "held": HELD, "ranks": [1, 2, 4]}

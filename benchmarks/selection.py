@@ -257,7 +257,7 @@ def cells_of(cell):
 def ratios(density):
     """Returns what a panel compares: names of two times, label and color of their ratio.
 
-    What selects has the color of the scheme that selects so.
+    A selection has the color of the scheme that uses it.
     """
     top = f"top {100 * density:g} %"
     exact, mstopk = (

@@ -9,8 +9,8 @@ Two ranks on one node exchange ResNet-50's gradients and apply their means; one 
 Steps include the wrapper's work in `fit`: it counts samples, weights gradients and times exchanges.
 Both sides take turns, A B B A, and each such pair gives a ratio, so that a machine that slows down
 has no effect. The table shows the median of the ratios, its 95 % interval, and the quartiles.
-"synchronization" is the work of `fit` per epoch outside of steps: it compares the replicas twice,
-averages layer state and metrics, relative to a step of 8 images per rank. "start" is the one
+"synchronization" is the work of `fit` per epoch outside of steps: two comparisons of replicas, and
+averages of layer state and metrics, relative to a step of 8 images per rank. "start" is the
 broadcast at the start of a model's first `fit`, relative to the same step. "small 10" is a step of
 `fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
 to `grouped_allreduce` in a custom train step. An interrupted run resumes.
@@ -75,10 +75,10 @@ def run(system, model, pairs, shrink=1):
 
 
 def median_interval(values):
-    """Returns the values between which the true median lies with at least 95 %.
+    """Returns an interval that contains the true median with a probability of at least 95 %.
 
-    As many values lie below the interval as above it. The median misses it if at most so many fall
-    on one side of it, as so many heads of a coin.
+    Equally many values lie below and above it. A value is on either side of the median like a
+    tossed coin, so the interval misses the median with the probability of as few heads or tails.
 
     Args:
       values: At least six numbers.

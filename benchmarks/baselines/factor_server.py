@@ -13,16 +13,16 @@ from tfposeidon import schemes
 class FactorServer(schemes.FactorScheme):
     """Sends all factors to the server of the variable, which sends their product to all ranks.
 
-    This is what Poseidon is compared with: the server's link carries far more than the others'.
+    The Poseidon paper compares itself with this scheme, whose server has the busiest link.
 
     Args:
-      server: The rank that serves (default 0); `balanced` gives each variable one of its own.
+      server: Rank of the server (default 0); `balanced` assigns a server to each variable.
 
-    Cost: K (M + N) values pushed by each of P - 1 ranks; M N values pulled, P - 1 times in all,
-    down a binomial tree.
+    Cost: each of P - 1 ranks sends K (M + N) values; along a binomial tree, M N values are sent
+    P - 1 times in all.
     Source: Chilimbi et al. 2014 (Project Adam), as compared in Zhang et al. 2017 (Poseidon),
-    sections 3.2 and 5.3. Differs: the matrix comes down Horovod's tree, so that the server sends it
-    log2 P times and not P - 1 times.
+    sections 3.2 and 5.3. Differs: Horovod broadcasts the matrix along a tree, so the server sends
+    it log2 P times instead of P - 1 times.
 
     Example:
       >>> factors = schemes.FactorShape(rows=32, left=1024, right=1024, dtype="float32")
@@ -37,7 +37,7 @@ class FactorServer(schemes.FactorScheme):
     @override
     def exchange_factors(self, factors, wire, name):
         world, rows = wire.topology.world, factors.packed
-        # Horovod has no gather to one rank, so an all-to-all has empty parts for other ranks.
+        # Horovod has no gather to one rank, so use an all-to-all with empty parts for other ranks.
         splits = [tf.shape(rows)[0] if rank == self.server else 0 for rank in world.ranks]
         # Other ranks multiply no rows, and receive into zeros of the same size.
         total = factors.product(wire.all_to_all(rows, splits, world, f"{name}.push"))

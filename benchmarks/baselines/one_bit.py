@@ -12,12 +12,12 @@ from tfposeidon.schemes import stages
 SENDING_BITS = 0.0
 """Value of the state "mode", except during a flush."""
 CODED_PER_SELECTED = 8
-"""Elements among which the largest are selected in the time in which one is coded; fitted to the
-exchanges of docs/results/exchange_grid.json."""
+"""Number of elements whose selection takes as long as encoding one element; fitted to the exchanges
+of docs/results/exchange_grid.json."""
 BLOCK = 4096
 """Number of values per block, which share two means."""
 HEADER_BYTES = 12
-"""Per block: two means and the number of zeros, as float32."""
+"""Bytes per block of two means and the number of zeros, as float32."""
 BITS = np.unpackbits(np.arange(256, dtype="uint8")[:, None], axis=1).astype(bool)
 """The eight bits of each byte."""
 
@@ -26,20 +26,19 @@ BITS = np.unpackbits(np.arange(256, dtype="uint8")[:, None], axis=1).astype(bool
 class OneBit(schemes.ResidualScheme):
     """Sums in the node, then sends one bit for each value across nodes, with error feedback.
 
-    Every 4096 values of a bucket share two means, of those that are positive and of those that are
-    negative; the residual is added to the next gradient. Zeros (of frozen, masked or
-    unused weights) count for neither mean, and stay zeros.
+    Each block of 4096 values of a bucket has two means, of its positive and of its negative values.
+    The residual is added to the next gradient. Zeros (of frozen, masked or unused weights) do not
+    count for the means, and stay zeros.
 
     Args:
       min_elements: Variables with fewer elements are sent densely, by `AllReduce` (default 4096).
 
     Cost: m nodes of n ranks, d elements: d (n - 1) / n values for the scatter and as many for the
-    gather in the node; across nodes (m - 1) d / n bits and 3 numbers for each 4096 values, and as
-    many bits again where some of 4096 are zero and others not, which depends on values and is not
-    in `cost`.
+    gather in the node; across nodes (m - 1) d / n bits and 3 numbers per block. Blocks in which
+    only some values are zero have twice as many bits, which depend on values and are not in `cost`.
     Source: Seide et al. 2014, as compared in Zhang et al. 2017 (Poseidon), section 5.3. Differs:
-    blocks of 4096 values where CNTK has columns; codes are gathered and not added and coded again;
-    zeros are not taken for positive.
+    blocks of 4096 values replace CNTK's columns; codes are gathered instead of added and encoded
+    again; zeros do not count as positive.
 
     Example:
       >>> topology = schemes.Topology.regular(0, size=4, ranks_per_node=1)
@@ -122,15 +121,15 @@ def _dense_sum(shard, wire, name):
 
 
 def encode(values):
-    """Codes values as one bit each, their sign, and two means for each block of 4096.
+    """Encodes values as their signs, one bit each, and two means for each block of 4096.
 
     Args:
       values: `[n]` float32, `n` static.
 
     Returns:
-      `code`, uint8: the signs, eight to a byte; then for each block the means of its positive and
-      of its negative values and the number of its zeros; then, for each block with zeros and other
-      values, a mask of the zeros. And the residual: `values - decoded_sum(code, 1, n)`.
+      `code`, uint8, and the residual, `values - decoded_sum(code, 1, n)`. The code has the signs,
+      eight per byte; then for each block the means of its positive and of its negative values and
+      the number of its zeros; then, for each block with zeros and other values, their mask.
 
     Example:
       >>> code, kept = encode(tf.constant([1.0, 3.0, -4.0]))
@@ -156,12 +155,12 @@ def encode(values):
 
 
 def decoded_sum(codes, count, length):
-    """Sums the vectors that codes stand for, in their order.
+    """Returns the sum of the vectors of several codes, added in their order.
 
     Args:
-      codes: Codes of `encode`, one after the other, uint8.
+      codes: Concatenated codes of `encode`, uint8.
       count: Number of codes.
-      length: Values of each.
+      length: Number of values of each code.
 
     Returns:
       `[length]` float32.
@@ -186,7 +185,7 @@ def decoded_sum(codes, count, length):
 
 
 def code_bytes(length):
-    """Returns the bytes of a code of values none of which is zero.
+    """Returns the bytes of a code of values without zeros.
 
     Example:
       >>> code_bytes(4096)
@@ -208,7 +207,7 @@ def _blocks(length):
 
 
 def _padding(length):
-    """Returns the values that each block lacks, as the last one may."""
+    """Returns the number of values that each block lacks; only the last block may lack some."""
     return np.clip(BLOCK * np.arange(1, _blocks(length) + 1) - length, 0, None).astype("float32")
 
 

@@ -88,7 +88,7 @@ def median_ms(function, rounds=15, warm=3):
 
 
 def see(checks):
-    """TensorFlow finds the GPU, and the libraries behind its ops work; ends the process if not."""
+    """Checks that TensorFlow finds the GPU and that its libraries work, or ends the process."""
     checks("gpu", _gpu)
     if checks.failures:
         sys.exit(3)

@@ -57,7 +57,7 @@ def same_bits(found, expected, words):
 
 
 def ops(checks):
-    """Each native op on GPU tensors, against the same on CPU tensors."""
+    """Compares each native op on GPU tensors with the same op on CPU tensors."""
     checks("kernels", _kernels)
     # An op without a GPU kernel then raises an error.
     tf.config.set_soft_device_placement(not gpus())
@@ -158,7 +158,7 @@ def _norms():
 
 
 def _mstopk(say, lengths):
-    """MSTopK rounds its mean differently on a GPU, so a few indices may differ from the CPU."""
+    """Compares MSTopK; a few indices may differ, because its mean is rounded differently."""
     shared = []
     for n in lengths:
         for kind in KINDS:
@@ -198,7 +198,7 @@ def _refusals(say):
 
 
 def _many_calls(say):
-    """Ops on one stream, with memory that is released while they are still queued."""
+    """Checks ops on one stream whose memory is released while they are still queued."""
 
     @tf.function(autograph=False)
     def chain(v):
@@ -217,7 +217,7 @@ def _many_calls(say):
 
 
 def _checksums(say):
-    """The checksums that `fit` compares are the same on every device."""
+    """Checks that the checksums that `fit` compares are the same on every device."""
     for dtype in ("float32", "float16", "bfloat16", "float64", "int64", "uint8"):
         x = draw("normal", 1_100_003).astype(tf.as_dtype(dtype).as_numpy_dtype)
         found, expected = (
@@ -230,7 +230,7 @@ def _checksums(say):
 
 
 def times(checks):
-    """25.6 million values, as ResNet-50 has."""
+    """Times the ops on 25.6 million values, the size of ResNet-50."""
     n = 100_003 if checks.small else 25_557_032
     k = n // 100
     drawn = (np.random.default_rng(0).laplace(size=n) * 1e-3).astype("float32")

@@ -1,4 +1,4 @@
-"""Network profile, `auto`, `check`, and Horovod over NCCL."""
+"""Stages for the network profile and `auto`, for `check`, and for Horovod over NCCL."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ from benchmarks.gpu_stages.training import LOSS, same_everywhere
 
 
 def links(checks):
-    """`auto` with a measured network profile, compared with fixed schemes."""
+    """Compares `auto`, with a measured network profile, with fixed schemes."""
     checks("auto", _auto)
 
 
@@ -48,7 +48,7 @@ def _auto(say):
 
 
 def check(checks):
-    """`python -m tfposeidon check` on one and two ranks; NCCL refuses two ranks on one GPU."""
+    """Runs `python -m tfposeidon check` on one and two ranks; NCCL refuses two ranks on one GPU."""
     for size in (2,) if checks.small else (1, 2):
         checks(f"on_{size}", _check, size)
 
@@ -75,7 +75,7 @@ def _check(say, size):
 
 
 def nccl(checks):
-    """Horovod's collectives on GPU tensors, if it was built with NCCL."""
+    """Checks Horovod's collectives on GPU tensors, if it was built with NCCL."""
     checks("dtypes", _dtypes)
     checks("rate", _rate)
 

@@ -1,4 +1,4 @@
-"""Steps of a Transformer and of ResNet-50: Keras with and without XLA, and with tfposeidon."""
+"""Times steps of a Transformer and of ResNet-50: Keras with and without XLA, and tfposeidon."""
 
 import os
 import time
@@ -38,7 +38,7 @@ def resnet50(small):
 
 
 class Clock(keras.callbacks.Callback):
-    """Seconds of each epoch; its logs are numbers, so the device has finished by then."""
+    """Records the seconds of each epoch; logs are numbers, so the device has finished by then."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def speed(checks):
-    """Time of a step on one rank, which shows the overhead without communication."""
+    """Times a step on one rank, which shows the overhead without communication."""
     tp.init()
     models = {"transformer": transformer, "resnet50": resnet50}
     names, policies = (
@@ -88,7 +88,7 @@ def _step(say, small, build, policy, wrapped, xla, times):
         model.fit(data, steps_per_epoch=steps, epochs=4, verbose=0, callbacks=[clock])
     finally:
         keras.config.set_dtype_policy("float32")
-    # The first fit traces and compiles; the first epoch of the second one may allocate.
+    # The first `fit` traces and compiles; the first epoch of the second `fit` may allocate memory.
     times[wrapped, xla] = ms = 1e3 * min(clock.seconds[2:]) / steps
     plain = times.get((False, xla), ms)
     first_s = clock.seconds[0]

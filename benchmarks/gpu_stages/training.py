@@ -1,4 +1,4 @@
-"""Training on a GPU equals Keras on one rank, and one process on the whole batch on several."""
+"""Compares training on a GPU with Keras: one rank, and several ranks with the whole batch."""
 
 import hashlib
 import os
@@ -130,7 +130,7 @@ def dense_rows(optimizer):
 
 
 def one(checks):
-    """On one rank, tfposeidon trains the same weights as Keras."""
+    """Checks that one rank trains the same weights as Keras."""
     whole_float32()
     tp.init()
     cases = [Case(mlp, sgd), Case(text, adam), *([] if checks.small else [Case(cnn, sgd)])]
@@ -211,7 +211,7 @@ def begin(**options):
 
 
 def two(checks):
-    """Ranks train as one process does on the whole batch; replicas have the same bits."""
+    """Checks that ranks train like one process on the whole batch, and have the same bits."""
     few = checks.small or bool(os.environ.get("FEW"))
     checks("collectives", _collectives)
     cases = [Case(mlp, sgd)] if few else [Case(mlp, sgd), Case(cnn, sgd), Case(text, adam)]
@@ -323,7 +323,7 @@ def _checkpoint(say, case):
 
 
 def _large_buckets(say):
-    """Several buckets per step of 5.8 million weights, exchanged during the backward pass."""
+    """Checks a model of 5.8 million weights, whose step has several buckets."""
     dense = keras.layers.Dense
     x = np.random.default_rng(tp.rank()).normal(size=(256, 512)).astype("float32")
     y = np.random.default_rng(1).integers(0, 10, 256)

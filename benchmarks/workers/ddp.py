@@ -29,14 +29,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 # PyTorch's documentation calls ranks 1 to 4 typical; 4 is the most accurate.
 POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
-# Until `start_powerSGD_iter` PowerSGD sends everything; in the next step it makes its memory.
+# PowerSGD sends whole gradients before step `start_powerSGD_iter`, and then allocates its memory.
 POWERSGD_WARM_UP = POWERSGD["start_powerSGD_iter"] + 1
 SYSTEMS = ("ddp", "ddp-fp16", "ddp-powersgd")
 # Limit of one exchange: a bucket of 25 MB may wait for many others on a slow link.
 TIMEOUT = timedelta(minutes=10)
 SPREAD_OVER = 8
-# PyTorch's own: the first bucket is small, so that communication begins early; the last one holds
-# for all others.
+# These are PyTorch's defaults: the first bucket is small, so that communication begins early, and
+# all others have the last size.
 BUCKETS_MIB = (1, 25)
 
 
@@ -62,7 +62,7 @@ def main():
 
 
 def measure(task, system):
-    """Trains a model of its own under a system, and notes times and bytes.
+    """Trains a new model with a system, and records times and bytes.
 
     Args:
       task: The job's `Task`.
@@ -78,8 +78,8 @@ def measure(task, system):
             f"`warm_up` must be at least {POWERSGD_WARM_UP} for PowerSGD. Received: {task.warm_up}"
         )
     torch_model = EmulatedModel(task.emulated(), task.dilation, seed=task.rank)
-    # All ranks begin with zeros, which need not travel. As views of the buckets, gradients are not
-    # copied twice, and means do not go where the values came from.
+    # All ranks start with zeros, so weights need not be sent. Gradients are views of the buckets,
+    # so they are not copied, and means do not overwrite the values from which they are made.
     options = {
         "init_sync": False,
         "gradient_as_bucket_view": True,
@@ -109,8 +109,8 @@ def bucket_caps_mib(task):
 def power_sgd(groups_and_state, bucket):
     """Averages a bucket with PyTorch's hook, with a process group per bucket.
 
-    A bucket has three exchanges, each started by the callback of the previous one, on one of the
-    two threads of a group. With one group for all buckets, the order would differ between ranks
+    A bucket has three exchanges, each started by the callback of the previous exchange, on one of
+    the two threads of a group. With one group for all buckets, the order would differ between ranks
     (Gloo: "Received data size doesn't match expected size"), or both threads would wait for
     exchanges that no thread is free to run.
 
@@ -162,7 +162,7 @@ class EmulatedModel(torch.nn.Module):
 
 
 class EmulatedLayer(torch.nn.Module):
-    """Layer with real parameters, which waits and then returns its gradients."""
+    """Layer with real parameters that waits for its time, and then returns its gradients."""
 
     def __init__(self, layer, batch, pool, wait_forward, wait_backward):
         super().__init__()
@@ -178,7 +178,7 @@ class EmulatedLayer(torch.nn.Module):
     def gradients(self):
         """Returns the gradients of kernel and vectors.
 
-        A dense layer's kernel gets a real product, all else values from the pool.
+        The gradient of a dense kernel is a real product; other gradients are values from the pool.
         """
         kernel, *vectors = [parameter.shape for parameter in self.own]
         if not self._rows:

@@ -31,7 +31,7 @@ def main():
     task = Task.from_argument()
     tp.init()
     named = [cell.rsplit(" ", 1) for cell in task.cells]
-    # One size after the other, so that memory holds the variables of one size only.
+    # Measure one size at a time, so that memory holds variables of one size only.
     by_size = sorted(named, key=lambda cell: [int(part) for part in cell[1].split("x")])
     for size, cells in itertools.groupby(by_size, key=lambda cell: cell[1]):
         measure([system for system, _ in cells], size, task)
@@ -68,7 +68,7 @@ def measure(systems, size, task):
 
 def traced(system, size, wire):
     """Returns a function that runs one exchange; it has been traced and called once."""
-    # Names of TensorFlow's ops must not have colons.
+    # Names of TensorFlow's ops must not contain colons.
     label = f"bench.{system}.{size}".replace(":", "_").replace("@", "_")
     exchange = tf.function(_exchange_of(system, size, wire, label))
     # The first call traces, which takes different times on the ranks.
@@ -110,10 +110,10 @@ def _local_work(kind, length):
     count = max(1, round(DENSITIES.get(kind, 0.0) * length))
     vector = tf.Variable(tf.random.stateless_normal([length], [1, length]))
     if kind == "nothing":
-        # The time of calling a function, which all other times include.
+        # This measures the call of a function, which all other times include.
         return lambda: vector[:1]
     if kind == "sum":
-        # The sum of four vectors, as on the owner of a shard.
+        # The sum of four vectors represents the work of a shard owner.
         return lambda: tf.reduce_sum(tf.reshape(vector, [4, -1]), 0)
     if kind == "encode":
         return lambda: ops.encode(vector.read_value(), "float16")

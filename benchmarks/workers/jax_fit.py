@@ -87,13 +87,13 @@ class Accelerator:
         self._generator = np.random.default_rng(task.rank)
         length = task.emulated().largest
         self._spare = max(1, length // SPREAD_OVER)
-        # Alike on all processes, as Keras replicates variables; where a gradient begins differs. A
-        # variable, and no constant, which XLA would copy into each program.
+        # Keras replicates the pool, so processes start at different indices. The pool is a variable,
+        # because XLA would copy a constant into each program.
         values = gradient_values(length + self._spare, np.random.default_rng(0))
         self.pool = keras.Variable(values, trainable=False, name="gradient_values")
 
     def run(self, seconds, first, token):
-        """Waits as long as some work takes; called by XLA, once on each process.
+        """Waits for the time of some work; XLA calls this once on each process.
 
         Args:
           seconds: Seconds that the accelerator works.
@@ -109,13 +109,13 @@ class Accelerator:
         return token, np.array([self._generator.integers(self._spare)], np.int32)
 
     def work(self, token, seconds, *, first=False):
-        """Works for some time within a program, once `token` has been computed."""
+        """Makes a program wait for the time of some work, after `token` is computed."""
         shapes = jax.ShapeDtypeStruct(token.shape, token.dtype), jax.ShapeDtypeStruct((1,), "int32")
         return io_callback(partial(self.run, seconds, first), shapes, token)
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Layer with real parameters, which waits and then has its gradients.
+    """Layer with real parameters that waits for its time, and then has its gradients.
 
     Args:
       layer: Shapes of its parameters.

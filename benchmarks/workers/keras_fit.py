@@ -30,7 +30,7 @@ from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.network import payload_bytes
 
 COMPRESSION = {"horovod": "none", "horovod-fp16": "fp16"}
-# What is no scheme of that name; "dense..." are the dense layers of the emulated models.
+# These systems have options, rules or other names; "dense..." are the dense layers of the models.
 SCHEMES = {
     "hybcomm": "hybcomm",
     "ps-late": "ps",
@@ -76,8 +76,8 @@ class StepTimer(keras.callbacks.Callback):
         everybody = exchange_objects(own, self.wire, "bench.end")
         if batch >= self.warm_up:
             self.times.append(everybody)
-            # Here and not after the epoch: as this callback could stop training, ranks exchange
-            # zeros once more when an epoch ends.
+            # Count here, because ranks exchange zeros once more at the end of an epoch, in which
+            # this callback could stop training.
             self.after = self._node_bytes()
 
     @override
@@ -86,7 +86,7 @@ class StepTimer(keras.callbacks.Callback):
 
     @override
     def on_train_end(self, logs=None):
-        # Bytes that the node of each rank has sent and received.
+        # These are the bytes that each rank's node has sent and received.
         self.node_bytes = exchange_objects(
             (self.after - self.before).tolist(), self.wire, "bench.bytes"
         )
@@ -97,7 +97,7 @@ class StepTimer(keras.callbacks.Callback):
 
 
 class Late(tp.DistributedOptimizer):
-    """Wrapper that starts to exchange after the last gradient."""
+    """Wrapper that starts the exchange after the last gradient."""
 
     @override
     def apply(self, grads, trainable_variables=None, sample_count=None):
@@ -113,7 +113,7 @@ def ours(task, system, model, wire):
         scheme = one_server_each(lengths, wire.topology.size)
     scheme = scheme or scheme_named(system)
     options = {"scheme": scheme}
-    # A bucket of a model that was shrunk is the same part of it; `auto` finds its own.
+    # Buckets shrink with the model; `auto` chooses its own size.
     if not is_auto(system):
         options["bucket_bytes"] = round(DEFAULT_BUCKET_BYTES / task.shrink**2)
     optimizer = wrapper(keras.optimizers.SGD(0.01), **options)
@@ -147,13 +147,13 @@ def fit(task, system, model, wire):
     """Trains a compiled model, and records times and bytes of its steps."""
     plans_again = is_auto(system)
     per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
-    # It decides before the second epoch; where schemes keep something, before the third.
+    # `auto` decides before the second epoch, or before the third if schemes have state.
     last_epoch = 2 if system == "auto:topk" else 1 if plans_again else 0
     timer = StepTimer(wire, per_epoch - task.steps, last_epoch)
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * per_epoch, 1), "float32")
     callbacks = [timer] if system == "alone" else [keras_callbacks.BroadcastVariables(), timer]
-    # As in a long training, of which the first epochs are waited for.
+    # The number of epochs is that of long training, so that `auto` amortizes its measurements.
     model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=callbacks)
     steps = [[part / task.steps for part in node] for node in timer.node_bytes]
     chosen = choice_of(model.optimizer.plan) if plans_again else {}
@@ -187,9 +187,9 @@ def horovod(task, system, model, wire):
 
 def main():
     task = Task.from_argument()
-    # As on a real accelerator, waiting for it must not hold up the threads that exchange.
+    # Like a real accelerator, the emulated one must not block the threads that exchange.
     tf.config.threading.set_inter_op_parallelism_threads(4)
-    # What Horovod fuses of a model that was shrunk is the same part of it, too.
+    # Scale the fusion threshold like a shrunk model, so that Horovod fuses the same part of it.
     os.environ[FUSION_THRESHOLD] = str(round(FUSION_BYTES / task.shrink**2))
     topology = tp.init()
     model = emulated_model(task.emulated(), dilation=task.dilation, seed=topology.rank)

@@ -1,6 +1,6 @@
-"""Trains small models with local updates, or with an exchange in each step, by seed.
+"""Trains small models by seed, with local updates or with an exchange in each step.
 
-Weights, order of samples and schedule of rates are the same for all systems under a seed.
+With the same seed, all systems have the same weights, order of samples and schedule of rates.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from tfposeidon.schemes.sparse import SparseScheme
 
 BATCH_PER_RANK = 16
 EPOCH_STEPS = 64
-"""Steps from one look at the accuracy to the next: a multiple of those between rounds. TensorFlow
-executes them in one call, as ranks on few cores would wait for Python."""
+"""Steps between evaluations, a multiple of those between synchronizations. TensorFlow executes them
+in one call, because ranks on few cores would wait for Python."""
 MOMENTUM = 0.9
 DIGITS_FOR_TEST = 360
 IMAGES, IMAGES_FOR_TEST, SIDE = 12_000, 2_000, 24
@@ -47,8 +47,8 @@ class DataSet(NamedTuple):
     Attributes:
       samples: Function of the seed that returns `Samples` of all ranks.
       layers: Function that returns the model's layers.
-      sgd_rate: First rate of SGD.
-      adamw_rate: First rate of AdamW.
+      sgd_rate: Initial learning rate of SGD.
+      adamw_rate: Initial learning rate of AdamW.
     """
 
     samples: object
@@ -84,7 +84,7 @@ class Images:
 
 
 def digits(seed):
-    """Returns scikit-learn's digits, of which each seed selects different test samples."""
+    """Returns scikit-learn's digits; the seed selects the test samples."""
     found = load_digits()
     order = np.random.default_rng(seed).permutation(len(found.target))
     x, y = (found.data[order] / 16).astype("float32"), found.target[order]
@@ -126,12 +126,12 @@ def data_set(name, scale):
 
 
 def part_of(samples, shares, rank, size):
-    """Returns the samples of a rank, as many as any other has.
+    """Returns the samples of a rank; all ranks have equally many.
 
     Args:
       samples: `Samples` of all ranks.
       shares: "alike", or "own classes": sorted by class, and cut into as many parts as ranks.
-      rank: Rank that asks.
+      rank: The rank.
       size: Number of ranks.
     """
     count, test = len(samples.y) // size, slice(rank, None, size)
@@ -143,7 +143,7 @@ def part_of(samples, shares, rank, size):
 
 
 def batches(own, steps, seed, rank):
-    """Returns a dataset of a rank's batches: all its samples in turn, shuffled each time."""
+    """Returns a dataset of a rank's batches, with the samples in another order in each pass."""
     rng, wanted = np.random.default_rng([seed, rank]), steps * BATCH_PER_RANK
     passes = -(-wanted // len(own.y))
     order = np.concatenate([rng.permutation(len(own.y)) for _ in range(passes)])[:wanted]
@@ -152,12 +152,12 @@ def batches(own, steps, seed, rank):
 
 
 def inner_optimizer(data, rule, scheme, steps):
-    """Returns the optimizer inside, as users of a rule have it; its rate falls to 0."""
+    """Returns the usual inner optimizer of a rule, with a rate that falls to 0."""
     if rule == "adamw" or rule in LOCAL_BY_ADAMW:
         rate = keras.optimizers.schedules.CosineDecay(data.adamw_rate, steps)
         return keras.optimizers.AdamW(rate)
     rate = keras.optimizers.schedules.CosineDecay(data.sgd_rate, steps)
-    # With a sparse scheme in each step momentum is the scheme's, before the selection.
+    # If a sparse scheme exchanges in each step, the scheme has the momentum, before its selection.
     momentum = 0.0 if rule == "sgd" and isinstance(scheme, SparseScheme) else MOMENTUM
     return keras.optimizers.SGD(rate, momentum=momentum, nesterov=rule == "elastic")
 
@@ -167,9 +167,9 @@ def optimizer_of(data, rule, every, scheme, steps):
 
     Args:
       data: The `DataSet`.
-      rule: Rule of `LocalUpdates`, or name in `LOCAL_BY_ADAMW`; or "sgd" or "adamw", which exchange
-        gradients in each step.
-      every: Steps between rounds.
+      rule: Outer optimizer of `LocalUpdates`, name in `LOCAL_BY_ADAMW`, or "sgd" or "adamw", which
+        exchange gradients in each step.
+      every: Steps between synchronizations.
       scheme: Name of a scheme.
       steps: Steps in which the rate falls to 0.
     """
@@ -200,12 +200,12 @@ class Seconds(keras.callbacks.Callback):
 
 
 class Trainer:
-    """Trains by one system from one seed after another, with steps that are traced once.
+    """Trains a system from several seeds, one after another, with steps that are traced once.
 
     Args:
       data: The `DataSet`.
       optimizer: Function from the number of steps, in which rates fall to 0, to the optimizer.
-      epochs: Times `EPOCH_STEPS` that are trained.
+      epochs: Number of epochs of `EPOCH_STEPS` steps.
     """
 
     def __init__(self, data, optimizer, epochs):
@@ -215,7 +215,7 @@ class Trainer:
         self._model = keras.Sequential(data.layers())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         is_local = isinstance(self.optimizer, tp.LocalUpdates)
-        # Ranks synchronize between executions.
+        # An execution must end at each synchronization.
         steps = self.optimizer.get_config()["sync_every"] if is_local else EPOCH_STEPS
         self._model.compile(self.optimizer, loss, metrics=["accuracy"], steps_per_execution=steps)
         self.optimizer.build(self._model.trainable_variables)
@@ -229,7 +229,7 @@ class Trainer:
     def _begin(self, seed):
         """Resets the weights to those of a seed, and the optimizer to its initial state."""
         for variable in self._state():
-            # State that the first step created starts at 0.
+            # State that the first step created was initially 0.
             value = self._at_first.get(id(variable))
             variable.assign(
                 tf.zeros_like(tf.convert_to_tensor(variable)) if value is None else value
@@ -244,10 +244,10 @@ class Trainer:
           seed: Seed of weights and order.
           shares: Which samples a rank has; see `part_of`.
           callbacks: Callbacks of `fit`.
-          validates: False to leave accuracies out.
+          validates: False to omit the validation.
         """
         self._begin(seed)
-        # A server takes none of its own, and learns their shapes.
+        # A server has no samples of its own, but needs their shapes.
         workers = tp.workers()
         index = workers.index(tp.rank()) if tp.rank() in workers.ranks else 0
         own = part_of(self._data.samples(seed), shares, index, workers.size)
@@ -276,7 +276,7 @@ def trainer_of(data, system, epochs):
     Args:
       data: The `DataSet`.
       system: Arguments of `optimizer_of`, by name.
-      epochs: Times `EPOCH_STEPS` that are trained.
+      epochs: Number of epochs of `EPOCH_STEPS` steps.
     """
     return Trainer(data, lambda steps: optimizer_of(data, **system, steps=steps), epochs)
 

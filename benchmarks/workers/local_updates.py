@@ -85,8 +85,7 @@ def main():
     optimizer = optimizer_of(task.scheme, task.every, task.delay)
     steps = Steps(task.emulated(), optimizer)
     every = 1 if task.every == EVERY_STEP else task.every
-    # The first round traces it all. A late one comes to its end, so that all those that are timed
-    # begin and end within that time.
+    # The first synchronization traces all steps, and an overlapped one ends before timing starts.
     steps.run(every + task.delay, 0.0, wire)
     before, count = node_bytes(wire), every * task.rounds
     seconds = steps.run(count, task.compute_s, wire)

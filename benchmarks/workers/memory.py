@@ -23,7 +23,7 @@ def resident_bytes(peak=False):
     """Returns resident bytes of this process, as the kernel counts them.
 
     Args:
-      peak: True for the most so far in place of what is resident now.
+      peak: True for the peak of the process instead of the current value.
     """
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) * 1024

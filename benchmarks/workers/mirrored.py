@@ -14,9 +14,9 @@ import tensorflow as tf
 from benchmarks.workers.task import Task
 from tfposeidon.lab.accelerator import emulated_model
 
-# The bucket size of PyTorch.
+# This is the bucket size of PyTorch.
 PACK_BYTES = 25 * 2**20
-# In `bytes_per_pack`, 0 stands for no packs.
+# `bytes_per_pack=0` disables packs.
 SYSTEMS = {"mirrored": 0, "mirrored-packs": PACK_BYTES}
 LEARNING_RATE = 1e-3
 
@@ -53,12 +53,12 @@ def ring(pack_bytes):
 
 
 def pack_bytes(task, system):
-    """Returns the size of a pack; of a shrunk model a pack is the same part."""
+    """Returns the size of a pack, which shrinks with the model."""
     return round(SYSTEMS[system] / task.shrink**2)
 
 
 def step_under(strategy, task, system):
-    """Returns a training step of a model of its own.
+    """Returns a training step of a new model.
 
     Args:
       strategy: The strategy.
@@ -93,10 +93,10 @@ def step_under(strategy, task, system):
 
 
 def everybody_under(strategy, task):
-    """Returns a function from own seconds to those of each rank, for `Task.measure`."""
+    """Returns a function from this rank's seconds to those of all ranks, for `Task.measure`."""
 
     def on_replica(own):
-        # An argument has no device yet, which the strategy looks for.
+        # The strategy requires a tensor on a device, but an argument has no device.
         own = tf.identity(own)
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
 

@@ -48,7 +48,7 @@ def main():
 
 
 def twice(variables):
-    """Returns each variable's value twice: as itself, and for its gradient."""
+    """Returns each variable's value twice: for itself, and for its gradient."""
     return [[tf.convert_to_tensor(variable)] * 2 for variable in variables]
 
 

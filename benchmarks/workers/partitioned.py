@@ -1,7 +1,7 @@
-"""Measures a cache in shards on the nodes: bytes on the link, and steps beside those on local data.
+"""Measures a cache that is partitioned over nodes: bytes on the link, and time of steps.
 
-Systems: "bytes" (epochs without training), then in turn "replicate" (each node has all samples) and
-"split".
+Systems: "bytes" (epochs without training), and then in turn "replicate" (each node has all samples)
+and "split" (each node has a part).
 """
 
 import statistics
@@ -34,7 +34,7 @@ def open_cache(task, partition):
 
 def bytes_on_the_link(task, cache, wire):
     """Records the bytes that a node receives in an epoch, and the predicted ones."""
-    # Barriers, here and after the epoch: the link counts what all ranks of a node receive.
+    # Synchronize here and after the epoch: the link counts the bytes of all ranks of a node.
     exchange_objects(None, wire, "bench.begin")
     before, received = payload_bytes(direction="rx"), cache.stats().received
     for _ in cache.counted(cache.dataset(task.batch, seed=1)):

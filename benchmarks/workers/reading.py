@@ -1,6 +1,6 @@
-"""Reads samples through the cache, and through alternatives.
+"""Reads samples through the cache, and by other methods.
 
-The answer is JSON on the last line.
+The last line of the output is the answer, as JSON.
 """
 
 import json
@@ -56,7 +56,7 @@ def rate(data):
 
 
 def rates(data):
-    """Returns samples per second of one epoch, and of the same after its first batch."""
+    """Returns samples per second of one epoch, and of this epoch without its first batch."""
     begin = first = time.perf_counter()
     samples = []
     for batch in data:
@@ -85,7 +85,7 @@ def as_dataset(source, size):
 def warm(size, samples, batch, rounds, folder, copier):
     """Measures the cache, `.cache()` with a full shuffle, and one thread that only copies.
 
-    Each has its turn once a round.
+    Each of them has one turn per round.
 
     Args:
       size: Pixels of a side.
@@ -109,7 +109,7 @@ def warm(size, samples, batch, rounds, folder, copier):
     copies = [copier, pool, str(record), str(samples), str(batch), "2"]
     found = {name: [] for name in ("copies", *systems)}
     for turn in range(rounds + 1):
-        # The first pass of each maps its pages.
+        # Use the second pass, because the first pass of each copier maps its pages.
         copied = float(
             subprocess.run(copies, check=True, capture_output=True, text=True).stdout.split()[1]
         )
@@ -144,7 +144,7 @@ def _job(size, samples, batch, folder, found):
 def jobs(size, samples, batch, rounds, folder):
     """Measures epochs of new jobs on a warm store.
 
-    The first job of each round looks at checksums, the second one finds that done.
+    The first job of each round verifies checksums, and the second job finds them verified.
 
     Args:
       size: Pixels of a side.
@@ -205,9 +205,9 @@ TUNED_READS = 64
 
 
 def tuned(images, batch):
-    """Returns a tuned dataset.
+    """Returns a tuned `tf.data` dataset.
 
-    Many files are read in parallel, in threads of the dataset's own.
+    It reads many files in parallel, in its own threads.
     """
     source = datacache.from_folder(images)
     names = tf.data.Dataset.from_tensor_slices(
@@ -225,7 +225,7 @@ def tuned(images, batch):
 
 
 def cold(images, batch, folder):
-    """Measures epochs from a slow source: the first and later ones with the cache, and without."""
+    """Measures epochs from a slow source: with the cache, first and later epochs, and without."""
     cache = datacache.Cache(
         datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder
     )
@@ -244,9 +244,9 @@ def cold(images, batch, folder):
 
 
 def decoding(images, batch, rounds, folder):
-    """Measures epochs on a source that is not slow, where decoding is the limit.
+    """Measures epochs from a fast source, where decoding is the bottleneck.
 
-    They take turns with tf.data's reading and decoding.
+    They alternate with epochs that `tf.data` reads and decodes.
     """
     found = {"decoding": [], "datacache, first epoch": [], "datacache, later": []}
     for turn in range(rounds):
@@ -276,7 +276,7 @@ def _hold(what, size, samples, folder, ready, leave, found):
     for _ in range(2):
         for batch in data:
             del batch
-    # Starts TensorFlow's runtime, as in the other cases, if nothing was read.
+    # Start TensorFlow's runtime even if nothing was read, as in the other cases.
     tf.zeros(1)
     ready.wait()
     lines = dict(
@@ -322,7 +322,7 @@ class Timer(keras.callbacks.Callback):
 
     @override
     def on_train_batch_end(self, batch, logs=None):
-        # Emulates the step of the accelerator.
+        # Wait for the emulated accelerator.
         time.sleep(self.step_s)
         self.steps += 1
 

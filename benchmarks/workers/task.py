@@ -1,6 +1,6 @@
-"""Parts that all workers share.
+"""The request and the answer of all workers.
 
-Their request is JSON in the argument, their answer JSON in rank 0's file.
+The request is JSON in the argument, and rank 0 writes the answer as JSON to a file.
 """
 
 import json
@@ -52,9 +52,9 @@ class Task:
         return architectures.model(self.model).shrunk(self.shrink)
 
     def address(self, rank):
-        """Returns host and port for a rank of a peer to listen at.
+        """Returns host and port at which a rank of another framework listens.
 
-        Ports lie below those that systems give out themselves.
+        Ports are below the range from which systems assign ports.
 
         Args:
           rank: Rank that listens.
@@ -64,22 +64,22 @@ class Task:
             host = network.address(rank // int(os.environ["HOROVOD_LOCAL_SIZE"]))
         else:
             host = "127.0.0.1"
-        # Counted from the launcher's port, which jobs at the same time do not share.
+        # The port depends on that of the launcher, which differs between concurrent jobs.
         rendezvous = int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
         return f"{host}:{10_000 + rendezvous % 20_000 + rank}"
 
     def measure(self, system, step, everybody):
-        """Times a step, and notes the answer.
+        """Times a step, and stores the answer.
 
         Args:
           system: Name of what is measured.
           step: Function that makes one step.
-          everybody: Function from this rank's seconds to a list of each rank's; it also lets all
-            ranks begin together.
+          everybody: Function from this rank's seconds to the list of all ranks'. It also makes all
+            ranks start together.
         """
         for _ in range(self.warm_up):
             step()
-        # Bytes are counted once the warm-up of all ranks is over.
+        # Bytes are counted after the warm-up of all ranks.
         everybody(0.0)
         sent = payload_bytes()
         times = []
@@ -90,7 +90,7 @@ class Task:
         self.note_times(system, times, payload_bytes() - sent)
 
     def note_times(self, system, times, sent_bytes, **more):
-        """Notes times of all steps, and what the node sent.
+        """Stores the times of all steps, and the bytes that the node sent.
 
         Args:
           system: Name of what was measured.
@@ -105,7 +105,7 @@ class Task:
         )
 
     def note(self, system, answer):
-        """Adds to the answer, and writes it beside its place and renames it.
+        """Adds figures to the answer, and replaces its file with a complete new one.
 
         Args:
           system: Name of what was measured.

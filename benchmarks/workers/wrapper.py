@@ -1,10 +1,10 @@
 """Times steps of the wrapper and of a baseline, in turn.
 
-Systems: "fit" (one rank, beside plain Keras), or a scheme and the MiB of its buckets, as "alltoall
-4" (a model's gradients, beside Horovod's `grouped_allreduce` and the plain optimizer). The wrapper
-does what `fit` has it do. "synchronization" is what `fit` adds to an epoch, and "start" what it
-does once, beside a step. "small 10" is a step of `fit` with ten per execution, beside one that
-exchanges by hand.
+Systems: "fit" compares one rank with plain Keras. A scheme with the MiB of its buckets, such as
+"alltoall 4", exchanges a model's gradients; its baseline is Horovod's `grouped_allreduce` with the
+plain optimizer. Steps of the wrapper include its work in `fit`. "synchronization" is the work that
+`fit` adds to an epoch, and "start" its work at the start, each compared with a step. "small 10"
+compares ten steps per execution of `fit` with a train step that calls Horovod.
 """
 
 import time
@@ -31,8 +31,8 @@ def in_turn(ours, theirs, pairs, measure=slowest):
     """Times two functions in turn.
 
     Args:
-      ours: Function that makes a step by the wrapper.
-      theirs: Function that makes it by other means.
+      ours: Function that makes a step with the wrapper.
+      theirs: Function that makes a step of the baseline.
       pairs: Number of pairs; the order in each is A B B A.
       measure: Function of the wire and one of the two that returns seconds on the slowest rank.
 
@@ -60,7 +60,7 @@ def _as_measured(wire, function):
 def gradients(model):
     """Returns a model's gradients, in the order of the forward pass.
 
-    They are variables, for constants would be folded.
+    They are variables, because TensorFlow would fold constants.
     """
     shapes = [
         shape
@@ -135,7 +135,7 @@ def _fit(optimizer):
 
 
 class _ByHand(keras.Sequential):
-    """A model whose train step exchanges gradients by Horovod's op."""
+    """Model whose train step exchanges gradients by Horovod's op."""
 
     def train_step(self, data):
         x, y = data
@@ -149,7 +149,7 @@ class _ByHand(keras.Sequential):
 
 
 class _Clock(keras.callbacks.Callback):
-    """Times epochs, since a callback at each batch could stop `fit`, and ranks would check it."""
+    """Times epochs; a batch hook could stop `fit`, so ranks would check for it in each step."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self._begin_s = time.perf_counter()
@@ -159,7 +159,7 @@ class _Clock(keras.callbacks.Callback):
 
 
 class _InTurn(keras.callbacks.Callback):
-    """Keeps Keras from calling hooks in another thread, which takes longer, as Horovod's do."""
+    """Makes Keras call hooks in its own thread, like Horovod's callbacks, which is faster."""
 
     def on_train_batch_end(self, batch, logs=None):
         pass
@@ -184,10 +184,10 @@ def _small(kind, optimizer, steps_per_execution):
 
 
 def _synchronized(at_start):
-    """Returns functions that do what `fit` adds to an epoch of ResNet-50, and that make a step.
+    """Returns functions for the work that `fit` adds to an epoch of ResNet-50, and for a step.
 
-    With `at_start`, the first one does instead what a model's first `fit` does once: ranks with
-    different weights begin with those of rank 0.
+    With `at_start`, the first function does the work at the start of a model's first `fit` instead:
+    ranks with different weights receive those of rank 0.
     """
     keras.utils.set_random_seed(0)
     model = keras.applications.ResNet50(weights=None)
@@ -201,7 +201,7 @@ def _synchronized(at_start):
     def synchronize():
         for _ in range(2):
             entries.difference(model, wire, with_layers=True)
-        # Statistics that differ between ranks, as after training steps.
+        # Make statistics differ between ranks, as training steps do.
         for variable in entries.variables_of(model, Placement.AVERAGED):
             variable.assign_add(tf.fill(variable.shape, 1e-3 * tp.rank()))
         global_metrics.average_layer_state(model)
@@ -217,7 +217,7 @@ def _synchronized(at_start):
 
 
 def sides(system, model):
-    """Returns functions that run a step, or ten: the wrapper and the baseline."""
+    """Returns functions of the wrapper and of the baseline, which run one step or ten."""
     if system in ("synchronization", "start"):
         return _synchronized(system == "start")
     if system.startswith("small"):
