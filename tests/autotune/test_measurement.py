@@ -17,6 +17,6 @@ def test_slow_probes_are_timed_until_their_variation_is_known(wire, monkeypatch)
 
     monkeypatch.setattr(measurement, "exchange_objects", noted)
     measurement.measure(wire)
-    # The times of the first round do not count.
+    # The first round is not timed.
     rounds = sum(".round_" in name for name in names)
     assert rounds >= 1 + measurement.FEWEST_ROUNDS

@@ -148,7 +148,7 @@ def test_a_given_bucket_size_is_used():
     for size in (2**20, DEFAULT_BUCKET_BYTES):
         forecast = choose(bucket_bytes=size).forecasts[0]
         assert {one.bucket_bytes for one in (forecast.chosen, *forecast.others)} == {size}
-    # Without computation times, large buckets would always seem best.
+    # Without computation times, large buckets would always be predicted to be best.
     assert choose(timeline=None).forecasts[0].chosen.bucket_bytes == DEFAULT_BUCKET_BYTES
 
 

@@ -112,7 +112,7 @@ def test_corrupt_samples_are_detected_during_the_copy(tmp_path):
     for got, expected in zip(arrays, pool.gather(order), strict=True):
         np.testing.assert_array_equal(got, expected)
     pool._columns[1][8] += 1
-    assert reader.find_corrupt(order).size == 0, "it has looked at it"
+    assert reader.find_corrupt(order).size == 0, "the reader has verified this sample before"
     assert reader.find_corrupt(order, recheck=True).tolist() == [8]
     assert pool.can_copy(order)
     assert not varying_pool(tmp_path / "varying").can_copy(order)

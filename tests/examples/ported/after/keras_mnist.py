@@ -1,4 +1,4 @@
-"""Arrays: the number of epochs and the learning rate depend on the number of ranks."""
+"""Trains on arrays; the number of epochs and the learning rate depend on the number of ranks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A repeated dataset, whose steps are divided by the number of ranks."""
+"""Trains on a repeated dataset, whose steps are divided by the number of ranks."""
 
 import keras
 import tensorflow as tf

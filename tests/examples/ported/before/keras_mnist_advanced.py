@@ -1,4 +1,4 @@
-"""Augmented data that repeat, a warm-up, and a learning rate that falls on a plateau."""
+"""Trains on repeated augmented data, with a warm-up, and a rate that falls on a plateau."""
 
 import horovod.keras as hvd
 import keras
