@@ -87,8 +87,8 @@ class Accelerator:
         self._generator = np.random.default_rng(task.rank)
         length = task.emulated().largest
         self._spare = max(1, length // SPREAD_OVER)
-        # Keras replicates the pool, so processes start at different indices. As a constant, XLA would
-        # copy it into each program.
+        # Keras replicates the pool, so processes start at different indices. A constant would be
+        # copied into each program.
         values = gradient_values(length + self._spare, np.random.default_rng(0))
         self.pool = keras.Variable(values, trainable=False, name="gradient_values")
 
