@@ -103,9 +103,12 @@ def init(
     nodes = start.find_peers(start_timeout_s)
     if pin_gpu:
         start.require_gpu_per_rank(launcher.ranks_of_node())
-    _wire = start.start_horovod(ranks_per_node, server_rank, nodes)
+    _wire = start.start_horovod(ranks_per_node, server_rank, nodes, pin_gpu)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
+    if pin_gpu:
+        # Choose the GPU after `watch`, so that all ranks learn the cause if this fails.
+        start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
     _set_network(network, _wire.topology)
     return _wire.topology
 

@@ -166,6 +166,8 @@ class Exchanger:
         size = self.wire.topology.size
         if self.plan.structured or size == 1:
             # Structures may need exact weights before they are sent; one rank waits for no other.
+            # Readers expect gradients of all ranks with a batch.
+            has_batch = has_batch and (size == 1 or any(one is not None for one in gradients))
             presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
             if count is None or not has_batch:
                 return Share(presence)

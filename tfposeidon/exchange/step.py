@@ -288,7 +288,15 @@ class BatchCount:
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:
         """Makes `apply` weight this rank by the count of `data` within this context."""
-        count = sample_counts.counted(self.function or sample_counts.batch_size, data)
+        with self._setting(sample_counts.counted(self.function or sample_counts.batch_size, data)):
+            yield
+
+    def counting_none(self) -> contextlib.AbstractContextManager[None]:
+        """Makes `apply` average gradients without any samples of this rank within this context."""
+        return self._setting(tf.zeros([], tf.int32))
+
+    @contextlib.contextmanager
+    def _setting(self, count: Any) -> Iterator[None]:
         self.current, previous = count, self.current
         try:
             yield

@@ -196,15 +196,9 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     if session.is_distributed(optimizer):
         first = fit_arguments.first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
-        if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
+        if model.optimizer.built and runtime.size() > 1 and session.trains_all_together(model):
             # Create variables now: if a trace creates any, TensorFlow traces the step again.
             optimizer.fit_hooks(model).prepare(model.trainable_weights)
-
-
-def _trains_all_together(model: keras.Model) -> bool:
-    """Returns whether Keras's own train step is used, which updates all variables in one call."""
-    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
-    return owner.__module__.startswith("keras.")
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -226,7 +220,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
         with _trying("from a sample"):
             # Call the model, because its call may use operations that refuse symbolic tensors.
             model(_first_sample(x), training=False)
-    if model.built and not model.optimizer.built and _trains_all_together(model):
+    if model.built and not model.optimizer.built and session.trains_all_together(model):
         model.optimizer.build(model.trainable_variables)
 
 

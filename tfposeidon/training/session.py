@@ -406,6 +406,12 @@ class TrainFunction:
         return logs
 
 
+def trains_all_together(model: Any) -> bool:
+    """Returns whether Keras's own train step is used, which updates all variables in one call."""
+    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
+    return owner.__module__.startswith("keras.")
+
+
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
     """Refuses optimizers that synchronize the same weights."""
     # Each optimizer would mistake the other's changes for updates of this rank.
