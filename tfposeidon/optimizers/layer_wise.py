@@ -183,7 +183,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """
 
     def _denominators(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        """Returns denominators of ratios, from norms of values and of `_direction`, and decays."""
+        """Returns denominators of ratios; `others` are norms of `_direction`'s second result."""
         return others
 
     def _move(self, variable: Any, step: tf.Tensor) -> None:

@@ -199,7 +199,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
 
     def _adopt(self, variables: Sequence[Any]) -> None:
-        """Finishes `build` after the inner optimizer is built, with Keras's bookkeeping."""
+        """Finishes `build` after the inner optimizer is built: sets attributes that Keras reads."""
         leave_out_replica_sum(self.inner_optimizer)
         # Bypass Keras's `build`, which would create accumulators for this wrapper, too, and Keras's
         # attribute tracking, which would add the weights to this optimizer's variables.

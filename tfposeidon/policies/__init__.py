@@ -90,7 +90,7 @@ class Policy(Configured, ABC):
 
     @property
     def reader(self) -> GradientReader | None:
-        """Reader of the gradients' structures that choices depend on; `None` if on none."""
+        """Reader of the structures on which choices depend; `None` if choices need no structure."""
         return next((part.reader for part in self.parts if part.reader), None)
 
     @property

@@ -306,7 +306,7 @@ class ResidualScheme(Scheme, ABC):
         this option.
     """
 
-    # `FLUSHED` is a value of its own, because a skipped step discards the new state.
+    # `FLUSHED` is a separate value: a skipped step sends nothing, and discards the new state.
     FLUSHING: ClassVar[float] = -1.0
     """First number of the state if the next exchange must send everything."""
     FLUSHED: ClassVar[float] = -2.0
