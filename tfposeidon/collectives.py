@@ -301,7 +301,7 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # Keep the shape, so that Horovod refuses different shapes. Make the tensor opaque, because a
+    # Retain the shape, so that Horovod refuses different shapes. Make the tensor opaque, because a
     # script may pass a constant, and Grappler folds a collective on a constant.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0

@@ -208,7 +208,7 @@ def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
 
 
 def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Returns a gradient's tensors: itself, its values or its structure's; none for `None`."""
+    """Lists the tensors of a gradient: a dense tensor, values of rows, or those of a structure."""
     if gradient is None:
         return []
     if isinstance(gradient, tf.IndexedSlices):

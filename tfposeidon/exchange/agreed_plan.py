@@ -102,7 +102,7 @@ def next_prefix() -> str:
 
 
 class AgreedPlans:
-    """An `Exchanger`, with its plan, for each list of variables that an optimizer is called with.
+    """Holds an `Exchanger` with its plan for each list of variables that `apply` has received.
 
     `exchangers` is in the order of creation. `choose_norms` chooses how layer norms are computed;
     see `parallel_operator`.
@@ -154,7 +154,7 @@ class AgreedPlans:
         return [exchanger for exchanger in self.exchangers.values() if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """Returns all plans as one, as of the last step; at first, the plan of `variables`."""
+        """Returns all plans of the last step as one, or the plan of `variables` before any step."""
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]

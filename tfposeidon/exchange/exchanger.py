@@ -146,7 +146,7 @@ class Exchanger:
             return Presence(found[0], ranks - found[1], found[2:])
 
     def equal_share(self, gradients: Sequence[Any]) -> Share:
-        """Returns this rank's share if all ranks have equally many samples, without counting."""
+        """Returns this rank's `Share` without counting, if all ranks have equally many samples."""
         for gradient, path in zip(gradients, self.plan.paths, strict=True):
             if gradient is None:
                 raise ValueError(
@@ -198,7 +198,7 @@ class Exchanger:
             world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
             counts = self.wire.all_gather(count[tf.newaxis], world, name)
             are_equal = tf.reduce_all(counts == counts[0]) & (counts[0] > 0.0)
-            # Steps compare their own product with the total, and a sum may be rounded differently.
+            # Return a product: steps compare products with it, and a sum may round differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
     def join_call(

@@ -132,7 +132,7 @@ class Means:
         found = tf.gather(self.present, group)
         without = [None if index in group else value for index, value in enumerate(values)]
 
-        # Use a branch per group, not per variable: each branch traces the remaining ones again.
+        # Use a branch per group, not per variable: each branch traces the remaining groups again.
         def with_group() -> None:
             rule = (
                 "Variables without a gradient on this rank must either all have one on other "

@@ -168,7 +168,7 @@ def groups(step: tf.data.Dataset) -> bool:
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
     """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Other steps depend on the positions or the number of all elements: the slice follows them.
+    # Other steps depend on the positions or the number of all elements, so slice after them.
     whole = [i for i, step in enumerate(steps) if i and _step_kind(step) not in _APPLICABLE]
     start = whole[-1] if whole else 0
     if start >= end:

@@ -153,7 +153,7 @@ class Runner:
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
-        # Decide now which rank failed first, because another one may fail in the meantime. Report
+        # Decide now which rank failed first, because another rank may fail in the meantime. Report
         # the failure later, because the pipe may still contain the last lines, which the report
         # shows.
         failed_first = status != 0 and self.status == 0 and self._task is not None

@@ -28,7 +28,7 @@ State = tuple[tf.Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One float32 state tensor of a scheme; it starts at zero.
+    """One float32 state tensor of a scheme, which is initially zero.
 
     Attributes:
       name: Noun for the values, such as `"residual"`.
@@ -116,7 +116,7 @@ class Scheme(Configured, ABC):
 
     @property
     def corrects_momentum(self) -> bool:
-        """True if the scheme accumulates velocity, so that the optimizer must not."""
+        """True if the scheme accumulates velocity. The optimizer's momentum must then be 0."""
         return False
 
     # ------------------------------------------------------------------ planning

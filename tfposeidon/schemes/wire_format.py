@@ -41,7 +41,7 @@ def check_wire_dtype(
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
             f"`wire_dtype` must be None or one of {names}. Received: wire_dtype={wire_dtype!r}. "
-            f"{remedy}"
+            f"{remedy or 'Leave it out to send values unrounded.'}"
         )
 
 

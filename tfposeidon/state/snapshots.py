@@ -110,7 +110,7 @@ class Snapshots:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the snapshot of `start`; raises on all ranks if one fails."""
+        """Waits for the snapshot of `start`; raises on all ranks if one rank fails to write."""
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
@@ -158,7 +158,7 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns the arrays of all ranks; raises on all ranks if one cannot read the files."""
+        """Returns the arrays of all ranks; raises on all ranks if one rank cannot read files."""
         if not snapshot.same_layout:
             return snapshot.own
         ranks = itertools.chain(*snapshot.meta["nodes"])

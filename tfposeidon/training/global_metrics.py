@@ -181,7 +181,7 @@ def _with_results_of_all(
 
 
 def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
-    """Returns the variables of metrics, aggregated over ranks as they declare; collective."""
+    """Returns the variables of metrics, each aggregated by its `aggregation`; collective."""
     layouts = _agree_on_layouts(phases, wire)
     values = {key: value for phase in phases for key, value in phase.values.items()}
     # The vector must not be empty, even if no metric has variables.

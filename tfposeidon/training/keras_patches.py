@@ -160,7 +160,7 @@ def _synchronize_start(model: Any, callbacks: list[Any]) -> None:
     global_metrics.check_saves(model, callbacks)
     # `AgreedStop` synchronizes values again, because callbacks may restore them.
     if not session.of(model).has_begun:
-        # Use the root of `BroadcastVariables`, because other values would replace its own.
+        # Use the root of a `BroadcastVariables`, whose values would otherwise be overwritten.
         root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
         # Synchronize global weights: ranks retain local weights that a loop before `fit` trained.
         with session.of(model).global_weights(assign=True):
@@ -279,7 +279,7 @@ def _zeros(specification: Any) -> Any:
     if isinstance(specification, tf.RaggedTensorSpec):
         dense = tf.zeros([size or 1 for size in shape], specification.dtype)
         return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
-    # This raises if a dimension is unknown, because layers may depend on its size.
+    # An unknown dimension raises an error here, because layers may depend on its size.
     return tf.zeros(shape, specification.dtype)
 
 
