@@ -164,7 +164,7 @@ class EqualSteps(keras.callbacks.Callback):
         (steps, complete), self._before = np.subtract(done, self._before), done
         are_absent = absent > 0
         self._steps += int(steps)
-        # If fewer steps than `steps_per_execution` ran, this rank's input ended within them.
+        # If fewer steps than `steps_per_execution` ran, this rank's input ended in this execution.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
         # Callbacks do not count an update that was dropped on all ranks as a batch.
         counts_exchanges = are_absent and self._session.is_in_step
@@ -178,7 +178,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._join_others()
         own = [has_trained, self._steps]
         ranks = exchange_objects(own, runtime.wire(), "tp.last_execution")
-        # Ranks that train local weights decide independently.
+        # Ranks that train local weights decide independently whether callbacks count it.
         if not self._session.is_in_step:
             return has_trained
         self._undo_dropped_steps([steps for _, steps in ranks])
