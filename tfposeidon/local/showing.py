@@ -104,7 +104,7 @@ class Showing:
     def restart_if_assigned(self) -> None:
         """Shows the global weights, and restarts all ranks if weights were assigned on any of them.
 
-        All ranks call it together.
+        All ranks must call this method together.
         """
         synchronization = self._find()
         if synchronization is None or not synchronization.weights.has_begun:
