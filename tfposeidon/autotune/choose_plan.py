@@ -1,7 +1,7 @@
 """Chooses communication plans by the times of the first training steps.
 
-All ranks time a few steps. They then trace the step again with other plans, if this is predicted to
-save more time than the trace takes.
+All ranks time a few steps, and then trace the step again with other plans if the predicted savings
+exceed the time that the trace takes.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class ChoosePlan(keras.callbacks.Callback):
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._steps:
-            # The first timed step traces; skipped batches and later callbacks are not part of it.
+            # The first step traces. Exclude skipped batches and other callbacks from its time.
             self._begin_s = time.perf_counter()
 
     @override

@@ -350,7 +350,7 @@ class Auto(Tunable):
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """Candidate of `Auto`: one scheme, or by batch rows sufficient factors or this scheme."""
+    """Candidate of `Auto`: one scheme, or a choice by batch rows between factors and it."""
 
     scheme: Scheme
     structured: Policy | None = None
