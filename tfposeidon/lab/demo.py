@@ -3,9 +3,9 @@
   python -m tfposeidon demo
 
 The demo trains a model in the lab, on emulated nodes with slow links between them: with Horovod's
-all-reduce, with the plan that `auto` chooses, with a lossless scheme and with a sparse scheme. It
-takes two minutes. It requires Linux with iproute2, as root or with user namespaces; elsewhere, it
-prints the reason and exits with status 0.
+all-reduce, with the plan that `auto` chooses, with a lossless scheme and with a sparse scheme. The
+demo takes two minutes. It requires Linux with iproute2, as root or with user namespaces. Elsewhere,
+the demo prints the reason and exits with status 0.
 """
 
 from __future__ import annotations
