@@ -162,7 +162,7 @@ def install_horovod(with_cuda: bool) -> None:
     if not wheels:
         wheels = [_build_into(folder, with_cuda)]
     _say(f"installing {wheels[0]}")
-    # Replace an installed Horovod of the same version: it may be built for another TensorFlow.
+    # Replace an installed Horovod, because it may have been built for another TensorFlow.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
     # Install Horovod's runtime dependencies; only the build requires setuptools and wheel.
     _pip("install", *BUILD_TOOLS[2:])
