@@ -23,12 +23,11 @@ class SchemeSchedule(keras.callbacks.Callback):
     momentum correction restart at zero.
 
     If the first rank that exhausts its input ends the epoch for all ranks, the last exchange of the
-    previous epoch sends the residuals instead. This requires that the length of that epoch is
-    known, from the data or from the epoch before it; otherwise the change is deferred to the next
-    epoch.
+    previous epoch sends the residuals instead, provided that the data or the epoch before show how
+    long that epoch is. Otherwise the change is deferred to the next epoch.
 
-    Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
-    then continues with its saved scheme.
+    Every rank needs this callback with the same schedule. Put it before `Checkpoint`, so that a
+    resumed run continues with its saved scheme.
 
     Args:
       schedule: Schemes, as for `DistributedOptimizer`, by their first epochs, including epoch 0.
