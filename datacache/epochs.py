@@ -116,7 +116,7 @@ class EpochIterator:
         ahead: float = MOST_AHEAD,
         begin: tuple[int, int] | None = None,
     ) -> None:
-        """Starts an epoch of `fit`; see `Cache.begin_epoch`. `steps_ahead` returns `ahead`."""
+        """Starts an epoch of `fit`; see `Cache.begin_epoch`, and `steps_ahead` for `ahead`."""
         self._ahead = ahead + steps_per_execution
         if not self.all_whole:
             raise RuntimeError(
@@ -159,7 +159,7 @@ class EpochIterator:
             self._begin_at(self._position(), length)
 
     def go_on(self, length: float | None, ahead: float = MOST_AHEAD) -> None:
-        """Tracks a custom training loop from the current position; it reports steps by `count`."""
+        """Tracks a custom loop from the current position; the loop reports steps by `count`."""
         self._ahead = ahead
         position = self._position()
         if self.all_whole and position.samples:

@@ -71,7 +71,7 @@ class Heap:
         """Reserves a chunk, or only up to `end` if it does not fit; returns whether that fits."""
         if self._reserved.start <= begin and end <= self._reserved.stop:
             return True
-        # The file is sparse: writing into a hole on a full disk would kill the process (SIGBUS).
+        # Writing into a hole of the sparse file on a full disk would kill the process (SIGBUS).
         for target in (min(max(end, begin + CHUNK_BYTES), len(self._bytes)), end):
             try:
                 reserve(self._file.file, self._file.heap_begin + begin, target - begin)

@@ -187,7 +187,7 @@ class Layout:
 
     def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
-        # Converting a sample takes as long as copying a small one.
+        # Do not convert every sample, because converting a small one takes as long as copying it.
         arrays = list(sample if self.matches(sample) else map(as_array, sample))
         if not self.matches(arrays):
             raise ValueError(
