@@ -160,7 +160,7 @@ class Order:
         Args:
           position: Position to resume at.
         """
-        # `global_batch` is left out because it may change: positions count samples and not steps.
+        # Leave out `global_batch`, which may change, because positions count samples and not steps.
         return asdict(position) | {"of": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> Position:

@@ -64,8 +64,7 @@ class Checkpoint(RankCallback):
     their initial state.
 
     Training continues while files are written. A snapshot is valid once all ranks have confirmed
-    that it is complete: some steps later, and at the latest when the next snapshot is due or
-    training ends.
+    that it is complete, which takes some steps, or until the next snapshot is due or training ends.
 
     Put this callback last, so that snapshots include the effects of other callbacks. With
     `LocalUpdates`, ranks continue from weights that other callbacks have assigned. To publish a

@@ -111,8 +111,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._batches = batch + 1
         if self._session.was_skipped:
             return
-        # If epochs may end early, do not change the scheme within an epoch: a rank that has
-        # exhausted its input can join only the exchange that it has traced. Instead, the last
+        # If epochs may end early, do not change the scheme within an epoch, because a rank without
+        # data can join only the exchange that it has traced. Instead, the last
         # exchange in an epoch of the expected length sends the residuals.
         if not self._session.watches_absence:
             self._change_if_flushed()

@@ -220,7 +220,7 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
             of = f" of {array.dtype}" if isinstance(array, np.ndarray) else ""
             raise TypeError(
                 "A batch must be an array, or a list or tuple of arrays, without objects. "
-                f"Received: {type(array).__name__}{of}"
+                f"Received: {type(array).__name__}{of}. Return NumPy arrays."
             )
     # The function must be picklable, because the reply contains it.
     container = list if isinstance(batch, list) else tuple

@@ -1,5 +1,5 @@
 // Creates the page tables of a mapping in one call. Otherwise a process that reads a store for the
-// first time would have a page fault every 16 pages: the kernel maps 16 pages at each fault.
+// first time would have a page fault every 16 pages, because the kernel maps 16 pages per fault.
 #include <stdint.h>
 #include <sys/mman.h>
 

@@ -83,8 +83,8 @@ class StoreFile(Owner):
             self.file = opened.enter_context(open_store(directory))
             self.spec, header_bytes = read_header(self.file, folder)
             self.is_only_user = not is_byte_locked(self.file, IN_USE)
-            # Do not use `flock`, which network file systems emulate by a lock of all bytes: that
-            # lock would exclude the locks of samples.
+            # Do not use `flock`, which network file systems emulate by a lock of all bytes that
+            # would exclude the locks of samples.
             lock_byte(self.file, IN_USE, shared=True)
             # Record when the store was last opened, because reading a mapping changes no times.
             os.utime(directory.fileno())

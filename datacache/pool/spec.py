@@ -259,8 +259,8 @@ class SampleShard:
     If the share has more samples than `slots`, the store holds a fixed random part of the share.
     """
 
-    # Do not evict the least recently used samples, which would yield fewer hits: an epoch uses each
-    # sample once, so a sample would be evicted just before its next use.
+    # Do not evict the least recently used samples, because an epoch uses each sample once, so a
+    # sample would be evicted just before its next use.
     samples: int
     slots: int
     node: int = 0

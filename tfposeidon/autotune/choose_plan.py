@@ -155,7 +155,6 @@ class ChoosePlan(keras.callbacks.Callback):
         calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
         self._calls = max(calls, default=1)
         self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
-        # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()
         # A change of an earlier `fit` or run may be pending.
@@ -231,8 +230,8 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         watches, unsent = self._session.watches_absence, self._unsent
         left = self._batches_before - self._batches
-        # If epochs may end early, plans cannot change within them: a rank that has exhausted its
-        # input can join only the exchange that it has traced.
+        # If epochs may end early, plans cannot change within them, because a rank without data can
+        # join only the exchange that it has traced.
         if not (watches and self._batches) and not unsent:
             self._apply()
             self._session.retrace()

@@ -140,7 +140,7 @@ def without_collections() -> Iterator[None]:
 
 @without_collections()
 def measure(wire: Wire) -> NetworkProfile:
-    """Measures the network profile of a job; all ranks call it together, and get the same result.
+    """Measures the network profile of a job, equal on all ranks, which must all call this.
 
     The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
@@ -178,7 +178,7 @@ def measure(wire: Wire) -> NetworkProfile:
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:
-    """Returns the host name of each node; all ranks call it together."""
+    """Returns the host name of each node; all ranks must call this."""
     names = exchange_objects(socket.gethostname(), wire, "tp.links.hosts")
     return tuple(names[node[0]] for node in wire.topology.nodes)
 

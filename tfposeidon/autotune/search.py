@@ -234,7 +234,7 @@ def predict(
 
 @without_collections()
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
-    """Times exchanges of the same variables without computation; all ranks call it together.
+    """Times exchanges of the same variables without computation; all ranks must call this.
 
     Returns for each plan the median over rounds of the slowest rank's seconds.
     """

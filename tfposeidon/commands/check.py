@@ -45,8 +45,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         rows += _versions()
         rows += peer_rows()
-        # Import modules that need TensorFlow here and below: if TensorFlow is missing or
-        # unsupported, `_versions` must first report the remedy.
+        # Import modules that need TensorFlow here and below, because `_versions` must first report
+        # the remedy if TensorFlow is missing or unsupported.
         from tfposeidon.communication import launcher, runtime
 
         topology = runtime.init(ranks_per_node=options.ranks_per_node)

@@ -233,8 +233,8 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
         f"using NCCL {nccl.version} of {nccl.library}, and nvcc {cuda.dotted(toolkit.version)} in "
         f"{toolkit.home}, whose code requires NVIDIA's driver {needed} or later on each machine"
     )
-    # Link the libraries under unversioned names, because CMake looks for those: wheels contain only
-    # libnccl.so.2 and libcudart.so.13.
+    # Link the libraries under the unversioned names that CMake looks for, because wheels contain
+    # only libnccl.so.2 and libcudart.so.13.
     links = scratch / "links"
     links.mkdir()
     (links / "libnccl.so").symlink_to(nccl.library)

@@ -107,7 +107,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         )
         communicating.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
-        # This step only makes the plan. Exchanges use a pair's communicator when a worker calls.
+        # Use this `Step` for the plan only, because exchanges use the communicator of a pair.
         self._exchange = Step(self, policy, None, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
@@ -183,8 +183,8 @@ class ElasticAveraging(CommunicatingOptimizer):
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks."""
-        # Learning rates may differ: callbacks set them, and a resumed server sends the learning
-        # rate of its snapshot to workers.
+        # Learning rates may differ, because callbacks set them, and a resumed server sends the
+        # learning rate of its snapshot to workers.
         inner = {
             name: value
             for name, value in settings(self.inner_optimizer, "inner optimizer").items()

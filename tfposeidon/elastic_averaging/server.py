@@ -91,7 +91,6 @@ class Progress:
     is_idle: bool = False
     is_late: bool = False
     has_ended: bool = False
-    # True after the worker's last call.
     has_left: bool = False
     last_exchange_s: float = field(default_factory=time.monotonic)
 

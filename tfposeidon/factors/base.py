@@ -174,7 +174,7 @@ def _summed_rows(
     after = [*(one.left for one in factors), *([] if weight is None else [weight])]
     with tf.device("/CPU:0"), tf.control_dependencies(after):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
-        # Add a variable: static shapes are constants, and collectives must not receive constants.
+        # Add a variable, because static shapes are constants, which collectives must not receive.
         mine += zero["float32"].read_value()
         return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
 

@@ -110,8 +110,8 @@ def _product(op: tf.Operation) -> FactorPair | None:
         )
     if op.type == "Transpose" and _permutation(op.inputs[1]) == [1, 0]:
         inner = _product(_source(op.inputs[0]))
-        # Accept only a transposition of the product itself: a reshape in between would swap other
-        # axes.
+        # Accept only a transposition of the product itself, because a reshape in between would swap
+        # other axes.
         known = inner and [inner.left.shape[1], inner.right.shape[1]] == op.inputs[0].shape
         return replace(inner, left=inner.right, right=inner.left) if inner and known else None
     if op.type == "Sum":

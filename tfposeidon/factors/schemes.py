@@ -200,7 +200,6 @@ class ByRows(SchemeOfFactors):
             products = [tf.cast(one.own_product, dtype) for one in factors]
             return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
 
-        # `rows` is an all-reduced sum, so every rank takes the same branch.
         return tf.cond(rows <= self.limit * len(factors), few, many)
 
 

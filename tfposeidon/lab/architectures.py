@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tfposeidon import checks
 
-if TYPE_CHECKING:  # `install` starts without NumPy.
+if TYPE_CHECKING:  # `install` runs before NumPy is installed.
     import numpy as np
     from numpy.typing import NDArray
 

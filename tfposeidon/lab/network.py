@@ -25,8 +25,8 @@ INTERFACE = "eth0"
 # The interface counts these headers of each packet: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
 BURST_S = 0.001
-# The smallest burst holds two Ethernet frames: a token bucket smaller than one frame would block
-# all packets.
+# The smallest burst holds two Ethernet frames, because a token bucket smaller than one frame would
+# block all packets.
 SMALLEST_BURST_BYTES = 3200
 QUEUE_S = 0.05
 SMALLEST_QUEUE_BYTES = 2**24
@@ -199,13 +199,13 @@ def network(cluster: Cluster) -> Iterator[Network]:
     _call("ip", "link", "set", "dev", "switch", "up")
     holders = [_hold(name) for name in names]
     line = None
-    # End only the processes: the kernel removes a namespace with its last process, and interfaces
-    # with their namespace.
+    # End only the processes, because the kernel removes a namespace with its last process, and
+    # interfaces with their namespace.
     try:
         # Token buckets cannot delay or drop packets.
         if cluster.rtt or cluster.loss:
             ports = [port(node) for node in range(cluster.nodes)]
-            # Delay only frames to the switch: each direction of a round trip crosses one such link,
+            # Delay only frames to the switch. Each direction of a round trip crosses one such link,
             # so each link adds half of the delay.
             delay = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
             line = delay_line.start(names, ports, delay)

@@ -123,7 +123,7 @@ class LocalUpdates(CommunicatingOptimizer):
         communicating.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._outer = outer_optimizers.parse(outer_optimizer)
-        # Read settings now: an outer optimizer cannot evaluate its rate while a step is traced.
+        # Read settings now, because an optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
         self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
         self._node: Step | None = None

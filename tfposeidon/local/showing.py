@@ -27,8 +27,8 @@ class Showing:
     """
 
     def __init__(self, find: Callable[[], Synchronization | None]) -> None:
-        # `find` returns `None` before the optimizer is built: some models build their optimizers
-        # only in the first step.
+        # `find` returns `None` before the optimizer is built, because some models build their
+        # optimizers only in the first step.
         self._find = find
         # The first step after `fit` may communicate, because all ranks execute it together.
         self._checks_next_step = False
