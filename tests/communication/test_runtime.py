@@ -245,7 +245,7 @@ def test_check_reports_what_it_has_found_before_an_error(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "remedy"),
     [
-        ({"horovod": None}, "tfposeidon requires horovod. Run: python -m tfposeidon install"),
+        ({"horovod": None}, "horovod, which is not installed. Run: python -m tfposeidon install"),
         ({"horovod": "0.28.1"}, "Received: 0.28.1 without patches"),
         ({"keras": "3.9.0"}, "tfposeidon requires Keras 3.15.*. Received: 3.9.0"),
     ],
