@@ -93,7 +93,7 @@ def _row(folder: Path) -> tuple[str, ...]:
     with Directory(folder) as directory, open_store(directory, os.O_RDONLY) as file:
         spec, header_bytes = read_header(file, folder)
         slots = spec.shard.kept_samples
-        # Read the words and do not map them: truncation would kill a process that maps the file.
+        # Read metadata without a mapping, because truncation would kill a process that maps a file.
         words = np.frombuffer(os.pread(file.fileno(), 8 * slots, header_bytes), np.uint64)
         counts = int((words >= READY).sum()), slots, spec.shard.samples
         opened = time.localtime(os.fstat(directory.fileno()).st_mtime)
@@ -132,7 +132,7 @@ def _stores(root: Path) -> list[Path]:
     try:
         return list(filter(_looks_like_a_store, sorted(root.iterdir())))
     except OSError:
-        return [root]  # for which the command fails with the reason
+        return [root]  # The command reports why the folder cannot be read.
 
 
 def _looks_like_a_store(path: Path) -> bool:
@@ -160,5 +160,5 @@ def _failed(error: Exception) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `ls | head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `ls | head` closes the pipe early.
     sys.exit(main())

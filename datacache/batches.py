@@ -86,7 +86,7 @@ def batches(
 
     def fetch(*where: tf.Tensor) -> Any:
         # Set the shapes, which `numpy_function` loses and Keras needs to build models. In the debug
-        # mode of tf.data, it returns a single array without a list around it.
+        # mode of tf.data, `numpy_function` returns a single array without a list around the array.
         arrays = tf.nest.flatten(tf.numpy_function(read, where, types))
         for array, component in zip(arrays, layout.components, strict=True):
             array.set_shape([None, *component.shape])
@@ -103,13 +103,13 @@ def batches(
         .map(fetch, num_parallel_calls=IN_FLIGHT, deterministic=True)
         .prefetch(1)
     )
-    # TensorFlow requires the asserted length of every iteration, also of a shorter first one.
+    # TensorFlow would reject a first iteration that is shorter than the asserted length.
     if epochs.all_whole:
         data = data.apply(tf.data.experimental.assert_cardinality(len(epochs)))
     options = tf.data.Options()
     # Disable autotuning, which stalls the end of each epoch for seconds.
     options.autotune.enabled = False
-    # A distribution strategy must not shard these batches: they are this rank's shares already.
+    # A distribution strategy must not shard the batches, which are this rank's shares already.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.with_options(options)
 

@@ -118,7 +118,8 @@ class Cache:
         ):
             if value not in kinds:
                 raise ValueError(
-                    f"`{name}` must be one of {', '.join(kinds)}. Received: {name}={value!r}"
+                    f"`{name}` must be one of {', '.join(kinds)}. Received: {name}={value!r}. "
+                    f"Leave it out for {kinds[0]!r}."
                 )
         # Refuse an invalid budget before reading the source.
         budget_bytes(budget, 1)
@@ -227,7 +228,7 @@ class Cache:
     def counted(self, data: Iterable[Any]) -> Iterator[Any]:
         """Iterates over the rest of an epoch and counts its batches as trained.
 
-        A batch is counted when the next one is requested. Use this in custom training loops; in
+        A batch is counted when the next one is requested. Use `counted` in custom loops; in
         `fit`, the callback `keras_callbacks.CachePosition` counts the steps.
 
         Args:
@@ -357,7 +358,7 @@ class Cache:
           The state, with values for JSON.
 
         Raises:
-          RuntimeError: If its steps were not counted.
+          RuntimeError: If the steps of training were not counted.
         """
         return self._positions.of(data).state_dict()
 
@@ -372,8 +373,8 @@ class Cache:
         """Ends threads and releases memory mappings; later reads raise an error.
 
         The cached samples are retained. A `with` block closes the cache at its end. On several
-        nodes, this waits until all ranks have closed the cache, because they may request samples
-        until then.
+        nodes, `close` waits until all ranks have called it, because they may request samples until
+        then.
         """
         if not self._closed:
             self._closed = True

@@ -83,7 +83,7 @@ class EpochIterator:
         self._refuse_others()
         self._passes += 1
         begin = self.start
-        # All ranks agree on the first epoch, even if some have read a batch to build a model.
+        # The first epoch is equal on all ranks, even if some have read a batch to build a model.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._reported:
             raise RuntimeError(
@@ -116,7 +116,7 @@ class EpochIterator:
         ahead: float = MOST_AHEAD,
         begin: tuple[int, int] | None = None,
     ) -> None:
-        """Starts an epoch of `fit`; see `Cache.begin_epoch`. `steps_ahead` returns `ahead`."""
+        """Starts an epoch of `fit`; see `Cache.begin_epoch`, and `steps_ahead` for `ahead`."""
         self._ahead = ahead + steps_per_execution
         if not self.all_whole:
             raise RuntimeError(
@@ -159,7 +159,7 @@ class EpochIterator:
             self._begin_at(self._position(), length)
 
     def go_on(self, length: float | None, ahead: float = MOST_AHEAD) -> None:
-        """Tracks a custom training loop from the current position; it reports steps by `count`."""
+        """Tracks a custom loop from the current position; the loop reports steps by `count`."""
         self._ahead = ahead
         position = self._position()
         if self.all_whole and position.samples:
@@ -202,7 +202,7 @@ class EpochIterator:
 
     @property
     def _trains_to_an_end(self) -> bool:
-        """True in training on data that end. Data that repeat are read ahead of training."""
+        """True in training on data that do not repeat; others are read ahead of training."""
         return self._length not in (None, math.inf)
 
     def _refuse_others(self) -> None:

@@ -1,4 +1,4 @@
-"""Collects all imports of datacache from tfposeidon: its other modules import only this one.
+"""Collects all imports from tfposeidon, so that other modules of datacache import only this one.
 
 Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
 modules that need TensorFlow are imported at their first use.
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 def job_wire() -> Wire | None:
     """Returns the collectives of this job's ranks, or `None` if the job is a single process."""
-    # In a job of several, the first call starts Horovod, unless the script has called `init`.
+    # In a job of several ranks, the first call starts Horovod if the script has not.
     if process_rank().size == 1:
         return None
     from tfposeidon.communication import runtime

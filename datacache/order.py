@@ -15,7 +15,7 @@ from datacache.from_tfposeidon import check_integer
 def permutation(length: int, seed: int, number: int) -> np.ndarray:
     """Returns a permutation of `0..length-1`, `[length]` int64, in O(n log n).
 
-    It depends on the arguments only, on any machine and with any release of NumPy.
+    The result depends on the arguments only, on any machine and with any release of NumPy.
     """
     # NumPy guarantees only the raw bits of a bit generator across releases. The sort is stable,
     # because the order of equal bits must not depend on the release either.
@@ -160,7 +160,7 @@ class Order:
         Args:
           position: Position to resume at.
         """
-        # `global_batch` is left out because it may change: positions count samples and not steps.
+        # Leave out `global_batch`, which may change, because positions count samples and not steps.
         return asdict(position) | {"of": self.samples, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> Position:

@@ -132,8 +132,8 @@ def keep_recipe(options):
             if own[name] != kept.get(name)
         ]
         raise SystemExit(
-            f"--out must be of the same run. Received: {options.out}, with {', '.join(different)}. "
-            "Use another folder, or remove it"
+            f"--out must be the folder of the same run. Received: {options.out}, with "
+            f"{', '.join(different)}. Use another folder, or remove it"
         )
 
 
@@ -153,7 +153,7 @@ def images_of(options):
 
 
 class Caches:
-    """Caches of both sources by resolution; the next one is filled during training."""
+    """Caches of both sources; those of the next resolution are filled during training."""
 
     def __init__(self, found, options):
         self._found, self._options = found, options
@@ -294,7 +294,7 @@ def run(options):
     model = compiled(recipe, found.classes, options)
     caches = Caches(found, options)
     kept = train(model, recipe, caches, found.classes, options)
-    # Not if training fails: closing waits for the other ranks, which wait for this one.
+    # Do not close after an error: closing waits for the other ranks, which wait for this rank.
     caches.close()
     return model, kept
 

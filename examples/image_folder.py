@@ -57,7 +57,7 @@ def parse_arguments():
 def draw(folder):
     """Writes scikit-learn's handwritten digits as PNG files, in a folder for each digit."""
     digits = load_digits()
-    # Renamed at the end, so that a folder of this name is complete.
+    # Rename the folder at the end, so that a folder of this name is complete.
     part = folder.with_name(f"{folder.name}.part")
     for index, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         file = part / str(label) / f"{index:04}.png"
@@ -104,7 +104,7 @@ def as_tfds(folder):
 
 
 def source_and_function(options):
-    """Returns the source, and the function that maps its samples to those to cache."""
+    """Returns the source, and the function that maps its samples to cached samples."""
 
     def resized(image):
         return tf.cast(tf.image.resize(image, [SIZE, SIZE]), tf.uint8)
@@ -121,8 +121,8 @@ def source_and_function(options):
 def augment(image, label):
     """Shifts an image by up to one pixel, and converts it to float32.
 
-    This is done after the cache, so that shifts differ between epochs and the cache holds uint8,
-    which takes a quarter of the memory.
+    The cache stores images before augmentation, so that shifts differ between epochs. Cached images
+    are uint8, which takes a quarter of the memory of float32.
     """
     shift = tf.random.uniform([2], -1, 2, tf.int32)
     return tf.roll(tf.cast(image, tf.float32) / 255, shift, [1, 2]), label

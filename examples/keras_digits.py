@@ -94,7 +94,7 @@ def main():
         print(f"validation accuracy: {100 * accuracy:.2f} %")
         if speeds := history.get("samples_per_second"):
             print(f"samples per second:  {np.median(speeds):,.0f} over all ranks")
-    # Equal on all ranks, since `fit` has compared their weights.
+    # All ranks return the same status, because `fit` has compared their weights.
     return 0 if accuracy >= options.goal else 1
 
 

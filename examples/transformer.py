@@ -2,7 +2,7 @@
 
 horovodrun -np 2 python examples/transformer.py --scheme hybcomm
 
-The loss does not depend on the number of ranks, because they share the same global batches.
+The loss does not depend on the number of ranks, because the global batches do not.
 """
 
 import argparse

@@ -1,16 +1,16 @@
 """Keras callbacks for training on many ranks.
 
 Pass the same callbacks to `fit` on every rank: most of them communicate, and a rank without the
-callback would leave the others waiting. On one rank they need no launcher.
+callback would leave the others waiting. On one rank, callbacks need no launcher.
 
 With an optimizer of `tfposeidon`, `fit` automatically starts all ranks with equal values, and
 averages metrics and moving statistics. `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage`
 are for other cases. If no optimizer of a model communicates, callbacks that communicate compare the
 weights and state of all ranks after the first step, and raise `RuntimeError` if they differ.
 
-The order in the list matters: `BroadcastVariables`, `AverageBatchNorm` and `MetricAverage` first,
-then Keras callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`), then
-`GatherState` and callbacks that save, with `Checkpoint` last.
+The order in the list matters. Begin with `BroadcastVariables`, `AverageBatchNorm` and
+`MetricAverage`. Keras callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`)
+follow, and then `GatherState` and callbacks that save. `Checkpoint` is last.
 
 >>> import keras, keras_callbacks
 >>> callbacks = [

@@ -13,8 +13,8 @@ from tfposeidon.training import global_metrics, session
 class AverageBatchNorm(global_metrics.LayerAverages, RankCallback):
     """Averages the moving statistics of layers over ranks.
 
-    `fit` averages them automatically for optimizers of `tfposeidon`. Use this callback for other
-    optimizers, with `synchronize_model=False`, or in `model.evaluate`.
+    `fit` averages statistics automatically for optimizers of `tfposeidon`. Use this callback for
+    other optimizers, with `synchronize_model=False`, or in `model.evaluate`.
 
     In training, the `BatchNormalization` layers of a rank see only the batches of this rank, so
     moving statistics differ between ranks, and without averages ranks would evaluate and save
@@ -24,7 +24,7 @@ class AverageBatchNorm(global_metrics.LayerAverages, RankCallback):
     averages afterwards; equal values are unchanged. For state registered as partial, rank 0
     receives the sum over ranks at the end of the epoch, and all other ranks receive zeros.
 
-    Put it before `MetricAverage` and `Checkpoint`.
+    Put this callback before `MetricAverage` and `Checkpoint`.
 
     Cost: a checksum of these variables, and one all-reduce if they differ, 4 bytes per element.
 
@@ -52,6 +52,6 @@ class AverageBatchNorm(global_metrics.LayerAverages, RankCallback):
 
     @override
     def _average(self) -> None:
-        # If only some ranks validate, `fit` and this callback would wait for each other.
+        # If `fit` averages and only some ranks validate, both would wait for each other.
         if not self._is_done_by_fit:
             super()._average()

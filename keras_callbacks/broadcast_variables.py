@@ -21,7 +21,7 @@ class BroadcastVariables(RankCallback):
     `tf.data` pipeline, are not included: adapt them to the same data on every rank. State that
     differs between ranks by design, such as the residuals of sparse schemes, is unchanged.
 
-    Put it first, and in particular before `Checkpoint`, which then restores the state of each rank.
+    Put this callback first, so that a later `Checkpoint` restores the state of each rank.
 
     Args:
       root_rank: Rank that broadcasts its state (default 0); the same on every rank.

@@ -24,7 +24,7 @@ class CacheStatistics(RankCallback):
     Args:
       cache: The `datacache.Cache` whose dataset is passed to `fit`.
 
-    Callbacks behind it, such as `keras.callbacks.TensorBoard`, receive these logs.
+    Later callbacks in the list, such as `keras.callbacks.TensorBoard`, receive these logs.
 
     Cost: one exchange of a few hundred bytes per rank and epoch.
 

@@ -48,7 +48,7 @@ _LAYER = "layer."
 class Checkpoint(RankCallback):
     """Saves the model, its optimizers and per-rank state in snapshots, and resumes from them.
 
-    It saves at the end of each epoch, and optionally within epochs. Every rank needs this callback:
+    The callback saves at the end of each epoch, and optionally within epochs. Every rank needs it:
     rank 0 saves the state that is equal on all ranks (weights, optimizer state, adapted
     preprocessing layers), and every rank saves the state that differs between ranks (accumulated
     gradients, residuals, moving statistics, seeds, metrics).
@@ -64,10 +64,9 @@ class Checkpoint(RankCallback):
     their initial state.
 
     Training continues while files are written. A snapshot is valid once all ranks have confirmed
-    that it is complete: some steps later, and at the latest when the next snapshot is due or
-    training ends.
+    that it is complete, which takes some steps, or until the next snapshot is due or training ends.
 
-    Put it last, so that it saves the effects of other callbacks at the end of the epoch. With
+    Put this callback last, so that snapshots include the effects of other callbacks. With
     `LocalUpdates`, ranks continue from weights that other callbacks have assigned. To publish a
     model, use `model.save`.
 
@@ -134,7 +133,7 @@ class Checkpoint(RankCallback):
     def epoch_to_resume(self) -> int:
         """Returns the epoch at which the next `fit` resumes; 0 if there is no snapshot.
 
-        All ranks call it together. The next `fit` uses the same snapshot: all ranks resume from it.
+        All ranks must call this method together. The next `fit` resumes from the same snapshot.
 
         Returns:
           Index of the epoch, from 0.
@@ -158,7 +157,7 @@ class Checkpoint(RankCallback):
         if pending and len(self.model.metrics_variables) == len(pending):
             assign_values(self.model.metrics_variables, pending)
         elif pending:
-            # Keras builds metrics in the first step at the latest, as with `run_eagerly`.
+            # With `run_eagerly`, for example, Keras builds metrics only in the first step.
             runtime.log_once(
                 "tfposeidon: the metrics of this epoch exclude the batches that were trained on "
                 "before the job resumed."

@@ -15,8 +15,8 @@ class GatherState(keras.callbacks.Callback):
 
     `tfposeidon.ShardedOptimizer` distributes its state over all ranks. With this callback,
     `keras.callbacks.ModelCheckpoint` on that rank writes an ordinary file. All ranks need this
-    callback, because each rank sends its part. Put it before the callback that saves. With other
-    optimizers it has no effect. `keras_callbacks.Checkpoint` does not need it.
+    callback, because each rank sends its part. Put it before the callback that saves. Other
+    optimizers and `keras_callbacks.Checkpoint` do not need it.
 
     Args:
       rank: Rank that saves (default 0); the same on every rank.

@@ -15,8 +15,8 @@ from tfposeidon.communication import runtime
 class LearningRateWarmup(LearningRateSchedule):
     """Increases the learning rate linearly from the rate for one rank to the rate for all ranks.
 
-    It starts at `initial_learning_rate / size`, where `size` is the number of ranks that train, and
-    reaches `initial_learning_rate` after `warmup_epochs`. It changes before each batch, because the
+    The rate starts at `initial_learning_rate / size`, where `size` is the number of ranks that
+    train, reaches `initial_learning_rate` after `warmup_epochs`, and changes before each batch. The
     full rate is unstable while weights still change rapidly. After the warm-up this callback does
     not set the rate, so a `LearningRateSchedule` may follow with `start_epoch=warmup_epochs`.
 
@@ -83,7 +83,7 @@ class LearningRateWarmup(LearningRateSchedule):
         """Returns the fractional epoch at which the previous execution of steps began."""
         if self._last is not None:
             return self._last
-        # Derive it in a resumed run, whose last epoch may have ended within an execution.
+        # Compute it in a resumed run, whose last epoch may have ended within an execution.
         steps, together = self._steps, self.model.steps_per_execution
         last = (steps - 1) // together * together if epoch == self._epoch else -together
         return epoch - (epoch == self._epoch) + last / steps

@@ -7,7 +7,7 @@ from tfposeidon.training.global_metrics import GlobalMetrics
 class MetricAverage(GlobalMetrics, RankCallback):
     """Replaces the metrics in the logs of an epoch by metrics over the samples of all ranks.
 
-    `fit` replaces them automatically for optimizers of `tfposeidon`, before it calls other
+    `fit` replaces metrics automatically for optimizers of `tfposeidon`, before it calls other
     callbacks. Use this callback for other optimizers, with `synchronize_model=False`, or after a
     callback that adds values of its own rank to the logs.
 
@@ -20,7 +20,7 @@ class MetricAverage(GlobalMetrics, RankCallback):
     ranks. Vector metrics, such as `F1Score(average=None)`, are averaged elementwise; text and
     `None` are unchanged. On one rank, the callback has no effect.
 
-    Put it before callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`,
+    Put this callback before callbacks that depend on metrics (`EarlyStopping`, `ReduceLROnPlateau`,
     `ModelCheckpoint`), which then act identically on every rank.
 
     Raises:

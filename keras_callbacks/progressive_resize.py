@@ -101,8 +101,8 @@ class ProgressiveResize(LearningRateSchedule):
     before each batch, or before each epoch if no rate is a function, with momentum correction (see
     `LearningRateSchedule`). Functions need data of known length, or `steps_per_epoch` in `fit`.
 
-    Every rank needs this callback with the same phases. Put it before `Checkpoint`: a run that
-    resumes in any phase equals an uninterrupted one. Since each phase is a `fit`, callbacks such as
+    Every rank needs this callback with the same phases. Put it before `Checkpoint`, so that a
+    resumed run equals an uninterrupted one. Since each phase is a `fit`, callbacks such as
     `EarlyStopping` restart in each phase, and `use_ema` replaces weights by their averages at the
     end of each phase. `scheme="auto"` plans again in each phase, because the compute time changes.
 
@@ -153,7 +153,7 @@ class ProgressiveResize(LearningRateSchedule):
         _check_settings(self.phases, learning_rate)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
-        # Change the rate within epochs only for functions: this requires epochs of known length.
+        # Change the rate within epochs only for functions, because that requires known lengths.
         is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
         super().__init__(
             1.0, self.rate_at, staircase=is_constant, momentum_correction=momentum_correction

@@ -1,7 +1,7 @@
 """Provides the base class of callbacks that communicate, which detects models without an exchange.
 
-`fit` compares replicas only for communicating optimizers. A script that forgot to wrap its
-optimizer still passes callbacks of this package.
+`fit` compares replicas only for communicating optimizers. A script that does not wrap its optimizer
+by mistake may still pass callbacks of this package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RankCallback(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         own, optimizer = session.of(self.model), getattr(self.model, "optimizer", None)
-        # Several callbacks of a model compare once.
+        # Compare once, even if a model has several of these callbacks.
         if own.compared is not optimizer and not own.was_skipped:
             own.compared = optimizer
             self._compare_replicas()
@@ -33,5 +33,5 @@ class RankCallback(keras.callbacks.Callback):
         if problem := entries.difference(self.model, runtime.wire()):
             raise RuntimeError(
                 f"{problem} No optimizer of this model communicates, so nothing of this model is "
-                "exchanged. Wrap it: compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
+                "exchanged. Use compile(tfposeidon.DistributedOptimizer(optimizer), ...)."
             )

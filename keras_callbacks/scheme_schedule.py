@@ -23,12 +23,11 @@ class SchemeSchedule(keras.callbacks.Callback):
     momentum correction restart at zero.
 
     If the first rank that exhausts its input ends the epoch for all ranks, the last exchange of the
-    previous epoch sends the residuals instead. This requires that the length of that epoch is
-    known, from the data or from the epoch before it; otherwise the change is deferred to the next
-    epoch.
+    previous epoch sends the residuals instead, provided that the data or the epoch before show how
+    long that epoch is. Otherwise the change is deferred to the next epoch.
 
-    Every rank needs this callback with the same schedule. Put it before `Checkpoint`: a resumed run
-    then continues with its saved scheme.
+    Every rank needs this callback with the same schedule. Put it before `Checkpoint`, so that a
+    resumed run continues with its saved scheme.
 
     Args:
       schedule: Schemes, as for `DistributedOptimizer`, by their first epochs, including epoch 0.
@@ -112,8 +111,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         self._batches = batch + 1
         if self._session.was_skipped:
             return
-        # If epochs may end early, do not change the scheme within an epoch: a rank that has
-        # exhausted its input can join only the exchange that it has traced. Instead, the last
+        # If epochs may end early, do not change the scheme within an epoch, because a rank without
+        # data can join only the exchange that it has traced. Instead, the last
         # exchange in an epoch of the expected length sends the residuals.
         if not self._session.watches_absence:
             self._change_if_flushed()

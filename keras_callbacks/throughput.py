@@ -31,7 +31,7 @@ class Throughput(RankCallback):
     traces and compiles. An epoch of one step reports only `megabytes_sent`, because no time
     remains. An epoch without a step reports nothing.
 
-    Callbacks behind it, such as `keras.callbacks.TensorBoard`, receive these logs.
+    Later callbacks in the list, such as `keras.callbacks.TensorBoard`, receive these logs.
 
     Cost: one exchange of about 100 bytes per rank and epoch, and up to five clock ops per step. The
     step of a model that was trained before without this callback is traced once more.
@@ -83,7 +83,7 @@ class Throughput(RankCallback):
         own = {"bytes_sent": bytes_sent, "has_trained": has_trained, "increase": self._increase}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.throughput")
         if not any(rank["has_trained"] for rank in ranks):
-            # This is a server of `ElasticAveraging`, or all batches of the epoch were skipped.
+            # The rank is a server of `ElasticAveraging`, or all batches of the epoch were skipped.
             return
         timed = [rank["increase"] for rank in ranks if rank["increase"]]
         if samples := sum(one["samples"] for one in timed):
@@ -103,7 +103,7 @@ class Throughput(RankCallback):
 
     def _totals(self) -> dict[str, float]:
         timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
-        # Read the exposed seconds before the clock, because on GPUs this waits for the step.
+        # Read the exposed seconds before the clock, because on GPUs the read waits for the step.
         exposed_s = sum(optimizer.exposed_s for optimizer in timed)
         samples = samples_seen(self.model) or 0.0
         return {"seconds": time.perf_counter(), "samples": samples, "exposed_s": exposed_s}

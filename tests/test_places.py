@@ -47,3 +47,34 @@ def test_private_attributes_are_named_with_a_reason():
 def test_public_names_have_complete_docstrings():
     """Names of docs/api.md, of which ruff asks none."""
     assert [*structure.missing(structure.Tree(structure.ROOT))] == []
+
+
+def _names(tree):
+    """Names that a module uses; those in short strings, which may be looked up, as well."""
+    for node in ast.walk(tree):
+        for part in ("id", "attr", "arg"):
+            yield getattr(node, part, None)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 80:
+            yield from re.findall(r"\w+", node.value)
+
+
+def test_each_function_has_a_use_outside_of_tests():
+    """A call that is lost leaves its function to the tests of the function alone."""
+    root = TESTS.parent
+    product = [path for package in structure.PACKAGES for path in (root / package).rglob("*.py")]
+    others = [*root.glob("*.py"), *(root / "examples").rglob("*.py")]
+    trees = {path: ast.parse(path.read_text()) for path in [*product, *others]}
+    used = {name for tree in trees.values() for name in _names(tree)}
+    pages = [root / "README.md", *(root / "docs").glob("*.md")]
+    used |= set(re.findall(r"\w+", " ".join(path.read_text() for path in pages)))
+    # Python's server calls these.
+    used |= {"do_GET", "do_PUT", "do_DELETE", "handle_error", "log_message"}
+    unused = {
+        f"{path.relative_to(root)}: {node.name}"
+        for path in product
+        for node in ast.walk(trees[path])
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("__")
+        and node.name not in used
+    }
+    assert unused == set()

@@ -66,7 +66,7 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
     if not 0 <= root_rank < runtime.size():
         raise ValueError(
             f"`root_rank` must be a rank of the job, 0 to {runtime.size() - 1}. "
-            f"Received: {root_rank}"
+            f"Received: {root_rank}. Leave `root_rank` out for rank 0."
         )
     if not tf.executing_eagerly():
         raise ValueError(
@@ -126,7 +126,7 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
 
     def check(tensor: tf.Tensor) -> None:
         if op not in ("mean", "sum"):
-            raise ValueError(f'`op` must be "mean" or "sum". Received: op={op!r}')
+            raise ValueError(f'`op` must be "mean" or "sum". Received: op={op!r}. Use "mean".')
         if tensor.dtype.name not in (*_ADDED, *_WIDER) and not tensor.dtype.is_complex:
             raise ValueError(
                 f"all_reduce requires a numeric tensor. Received: dtype {tensor.dtype.name}. Cast "
@@ -222,8 +222,8 @@ def _name(what: str, given: str | None) -> str:
     while isinstance(function, _OF_CONTROL_FLOW):
         function = function.outer_graph
     name = re.sub(r"[^\w.-]", "_", function.name)
-    # In the op's own graph, the op will mark the name as used; from a branch, it will not mark the
-    # name in the function around it.
+    # In the op's own graph, the op will mark the name as used. An op in a branch will not mark the
+    # name in the function around the branch, so mark it here.
     return str(function.unique_name(f"tp.{what}.{name}", mark_as_used=function is not graph))
 
 
@@ -262,7 +262,7 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(ranks) if text]
     if refused:
         raise refusal or ValueError(
-            f"Another rank rejected the arguments of this collective: {refused[0]}"
+            f"All ranks must pass valid arguments to a collective. Received on {refused[0]}"
         )
     require_equal(
         [described for _, described in ranks],
@@ -301,7 +301,7 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # Keep the shape, so that Horovod refuses different shapes. Make the tensor opaque, because a
+    # Retain the shape, so that Horovod refuses different shapes. Make the tensor opaque, because a
     # script may pass a constant, and Grappler folds a collective on a constant.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0

@@ -212,7 +212,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
                 self.build(variables)
         if scale is not None and not scale.built:
             # Create these variables within the trace, so that TensorFlow traces the step again:
-            # `scale_loss` ran before they existed.
+            # `scale_loss` ran before the variables existed.
             with tf.init_scope():
                 scale.build(variables)
         for variable in variables:

@@ -88,7 +88,7 @@ class GradientReader(Protocol):
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns this rank's findings on each gradient in the first traced step, for JSON."""
+        """Returns, for JSON, each gradient's structure on this rank, or the reason for none."""
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]
@@ -208,7 +208,7 @@ def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
 
 
 def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Returns a gradient's tensors: itself, its values or its structure's; none for `None`."""
+    """Lists the tensors of a gradient: a dense tensor, values of rows, or those of a structure."""
     if gradient is None:
         return []
     if isinstance(gradient, tf.IndexedSlices):
@@ -291,9 +291,9 @@ class Accumulation:
     ) -> None:
         """Adds gradients; a due call passes averages, total weight and call count to `update`.
 
-        `weight` is the scalar weight of this rank, or `None` if all ranks have the same. `scale` is
-        the loss scale of the gradients. `counter` is a variable that changes unless the call is
-        skipped; `None` if no call is skipped.
+        Other calls run `wait`. `weight` is this rank's scalar weight, or `None` if all ranks have
+        the same. `scale` is the loss scale of the gradients. `counter` is a variable that changes
+        unless the call is skipped; `None` if no call is skipped.
         """
         own = tf.cast(1.0 if weight is None else weight, tf.float32)
         pairs = zip(indices, gradients, strict=True)

@@ -20,8 +20,8 @@ FILES = {
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     "cgroup2": ("memory.max", "memory.current", ""),
 }
-"""Names of the files with limit and use of a cgroup, and the prefix of statistics that include
-child cgroups, as the use does; by the file system of versions 1 and 2 of cgroups."""
+"""By file system (of versions 1 and 2 of cgroups): the names of the files with limit and
+use, and the prefix of the statistics that include child cgroups, as the use does."""
 
 
 class _Mount(NamedTuple):

@@ -75,7 +75,7 @@ def _rows(batch: Any) -> tf.Tensor:
         return batch.nrows(tf.int32)
     if isinstance(batch, np.ndarray):
         return tf.constant(len(batch))
-    # This accepts sparse tensors, too.
+    # `tf.shape` accepts sparse tensors, too.
     return tf.shape(batch)[0]
 
 

@@ -1,7 +1,7 @@
 """Parses and formats sizes, rates and durations; draws tables and progress bars.
 
-As in `tc`, prefixes may be in upper or lower case. k, M, G and T are powers of ten; Ki, Mi, Gi and
-Ti are powers of two. For example, "1.5gb" is 1.5e9 bytes, and "1.5GiB" is 1.5 x 2^30 bytes.
+As in Linux's `tc`, prefixes may be in upper or lower case. k, M, G and T are powers of ten; Ki, Mi,
+Gi and Ti are powers of two. "1.5gb" is 1.5e9 bytes, for example, and "1.5GiB" is 1.5 x 2^30 bytes.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class LoaderProcess:
             name="datacache parallel loader",
             daemon=True,
         )
-        # Only the loader may hold this end open: the connection closes when the loader ends.
+        # Only the loader may hold this end open, so that the connection closes with the loader.
         with end:
             self._process.start()
 
@@ -133,7 +133,7 @@ class LoaderProcess:
                 f"Items must be picklable. Received: item={item!r:.200} ({error}). Pass a file "
                 "name or a number instead."
             ) from error
-        # Ignore a closed connection here: `reply` raises an error if the process has ended.
+        # Ignore a closed connection, because `reply` raises an error if the process has ended.
         with contextlib.suppress(OSError):
             self._connection.send((turn, buffer, content))
 
@@ -164,7 +164,7 @@ class LoaderProcess:
 
 def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
     """Receives requests until `None`; ends the process when its training process has ended."""
-    # The kernel would send a death signal when the thread that started the loader ends.
+    # Check the parent, because a death signal would be sent when only the starting thread ends.
     request: Any = ()
     try:
         while request is not None:
@@ -184,7 +184,7 @@ def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], train
 
 
 def _serve(end: connection.Connection, pickled_load: bytes, buffers: Sequence[SharedPages]) -> None:
-    # Ignore Ctrl-C, which reaches the whole process group: the training process handles it.
+    # Ignore Ctrl-C, which reaches the whole process group, because the trainer handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(end, requests, os.getppid()), daemon=True).start()
@@ -220,7 +220,7 @@ def _split_batch(batch: Any) -> tuple[list[np.ndarray], Callable[[list[np.ndarra
             of = f" of {array.dtype}" if isinstance(array, np.ndarray) else ""
             raise TypeError(
                 "A batch must be an array, or a list or tuple of arrays, without objects. "
-                f"Received: {type(array).__name__}{of}"
+                f"Received: {type(array).__name__}{of}. Return NumPy arrays."
             )
     # The function must be picklable, because the reply contains it.
     container = list if isinstance(batch, list) else tuple

@@ -15,7 +15,7 @@ from datacache.from_tfposeidon import check_integer
 from datacache.loading.loader_process import END_S, FAILED, Load, LoaderProcess, shared_arrays
 
 REMEDIES = {
-    1: "Its output shows the cause. The process imports `load` from its module, and the main "
+    1: "The process has printed the cause. It imports `load` from its module, and the main "
     'script, which must start its work under `if __name__ == "__main__":`.',
     -signal.SIGKILL: "If no user killed the process, memory ran out: load smaller batches, or use "
     "fewer `buffers`.",
@@ -141,7 +141,7 @@ class ParallelLoader:
             if not requested:
                 break
             yield self._batch(turn, mode, *requested.popleft())
-            # The buffer of the last batch is free now: the paper's handshake (steps 20 to 27).
+            # The buffer of the last batch is free, as after the paper's handshake (steps 20-27).
             wanted = 1
 
     def _current_child(self, turn: int) -> LoaderProcess:
@@ -160,7 +160,7 @@ class ParallelLoader:
             reply = child.reply(turn)
         except (EOFError, OSError):
             code, self._child = child.stop(END_S), None
-            remedy = REMEDIES.get(code, "Check its output for the cause.")
+            remedy = REMEDIES.get(code, "Check the output of the process.")
             raise LoaderError(
                 f"The loader process must run until `stop`. Received: exit code {code}, before the "
                 f"batch of {what}. {remedy} `batches` starts a new process."

@@ -1,4 +1,4 @@
-"""Runs operations that would hold the GIL for long in C.
+"""Runs operations in C that would hold the GIL for long in Python.
 
 `ctypes` releases the GIL during each call, so that several threads copy batches concurrently.
 """
@@ -25,7 +25,7 @@ def gather(
 ) -> None:
     """Copies `records[indices[i]]` to `into[i]`, updates `checksums[i]` with it, or does both."""
     indices = np.ascontiguousarray(indices, np.int64)
-    # The library does not check bounds: an invalid index would access memory outside of `records`.
+    # The library does not check bounds, and would access memory outside of `records`.
     if indices.size and (indices.min() < 0 or indices.max() >= len(records)):
         raise IndexError(
             f"`indices` must be in 0..{len(records) - 1}. Received: "
@@ -71,9 +71,7 @@ class FileStatus(NamedTuple):
 
 
 def read_file(path: str, offset: int, length: int) -> tuple[bytes, FileStatus]:
-    """Reads up to `length` bytes in one call; returns them and the file's status afterwards."""
-    # Python would make four system calls and release the GIL at each. Of 32 reading threads, most
-    # would wait for the GIL.
+    """Reads up to `length` bytes in one call; returns the bytes, and the status after the read."""
     into, status = np.empty(length, np.uint8), (ctypes.c_int64 * 4)()
     count = _library().read_file(os.fsencode(path), offset, length, into.ctypes.data, status)
     if count < 0:

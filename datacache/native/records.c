@@ -31,7 +31,7 @@ static void copy(char* into, const char* from, size_t bytes) {
   memcpy(into, from, bytes);
 }
 
-// Makes streaming stores visible to other threads before later stores: the CPU does not order them.
+// Makes streaming stores visible before later stores, because the CPU does not order the two.
 static void finish(void) {
 #if defined(__SSE2__)
   _mm_sfence();
@@ -47,8 +47,8 @@ __attribute__((visibility("default"))) void gather_records(char* into, const cha
   finish();
 }
 
-// Updates a checksum. A small table is sufficient: if the CPU multiplies without carries, these are
-// only the fewer than 32 bytes before and after whole parts.
+// Updates a checksum. A small table is sufficient, because a CPU with carry-less multiplication has
+// to process only the bytes before and after whole parts here, fewer than 32 of each.
 static uint32_t byte_by_byte(uint32_t checksum, const char* from, size_t bytes) {
   static const uint32_t of_nibble[16] = {0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac,
                                          0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,

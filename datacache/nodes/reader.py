@@ -66,7 +66,7 @@ class Reader:
                 self._counts.add(wait_s=time.perf_counter() - begin)
             made += len(missing)
             if can_copy:
-                # `gather` returns `None` if a sample was corrupted or cleared. Load it again then.
+                # `gather` returns `None` if a sample was corrupted or cleared; try again then.
                 arrays = self.tiers.gather(indices, into)
             else:
                 arrays = stack_samples(self.tiers.collect(indices, filled), self.tiers.layout)
@@ -118,7 +118,7 @@ class PartitionedReader(Reader):
 
     @override
     def fill(self, indices: np.ndarray) -> dict[int, Arrays]:
-        # Refuse forked children before any request: a child has no thread to receive the answers.
+        # Refuse forked children before any request, because a child has no thread for answers.
         self.tiers.refuse_in_child(indices)
         # `Cache.warm` does not look ahead, and samples may have been cleared after `look_ahead`.
         self._ask(indices)
@@ -153,7 +153,7 @@ class PartitionedReader(Reader):
     def _ask(self, indices: np.ndarray) -> None:
         """Requests the samples that other nodes own and no store of this node holds."""
         elsewhere = indices[self._owner_nodes[indices] != self._topology.node_index]
-        # Do not verify samples here: they are verified when they are copied.
+        # Do not verify samples here, because the later copy verifies them.
         elsewhere = self.tiers.lacks(elsewhere)
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]

@@ -38,8 +38,8 @@ class SampleExchange:
     The collectives run on a separate thread, so ranks need not be at the same step. A rank without
     requests takes part until all ranks have closed or need no more samples.
 
-    Cost: one all-gather of a number per rank and one more per iteration. With requests, another one
-      of one number, and three all-to-alls (8 bytes per index, 8 bytes per length, and the samples).
+    Cost: per iteration, an all-gather of P + 1 numbers from each of P ranks. With requests, also an
+      all-gather of one number, and three all-to-alls (8 bytes per index and length, the samples).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SampleExchange:
         self._wake = threading.Condition()
         self._closing = self._has_ended = False
         self._error: BaseException | None = None
-        # Cache per instance: a cache of the class would keep this exchange and its tiers alive.
+        # Cache per instance, because a cache of the class would keep this exchange alive.
         self._function = functools.cache(self._make_function)
         self._thread = threading.Thread(target=self._run, name=f"datacache {name}", daemon=True)
         self._thread.start()

@@ -1,8 +1,8 @@
 """Creates, opens and removes the files of stores.
 
 A store is one file in a folder of its own. The first line of the file is a header, which describes
-the sections after it and is checked before they are mapped. The first process creates the store; it
-is removed only while no process has it open.
+the sections after it and is checked before they are mapped. The first process creates the store,
+and `remove` deletes a store only while no process has it open.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class StoreFile(Owner):
             self.file = opened.enter_context(open_store(directory))
             self.spec, header_bytes = read_header(self.file, folder)
             self.is_only_user = not is_byte_locked(self.file, IN_USE)
-            # Do not use `flock`, which network file systems emulate by a lock of all bytes: that
-            # lock would exclude the locks of samples.
+            # Do not use `flock`, which network file systems emulate by a lock of all bytes that
+            # would exclude the locks of samples.
             lock_byte(self.file, IN_USE, shared=True)
-            # Record when the store was last opened: reading through a mapping changes no times.
+            # Record when the store was last opened, because reading a mapping changes no times.
             os.utime(directory.fileno())
             self.content = np.frombuffer(mmap.mmap(self.file.fileno(), 0), np.uint8)
             self.sections = {
@@ -140,7 +140,7 @@ def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
             f"{path}, without one.",
             folder,
         ) from error
-    # Check the format first: a newer one may have another digest, and must not be rebuilt.
+    # Check the format first, because a newer store may have another digest, but is not damaged.
     if found > FORMAT:
         raise CacheError(
             f"The format of a store must be at most {FORMAT}. Received: format {found} in "
@@ -153,7 +153,7 @@ def read_header(file: Descriptor, folder: Path) -> tuple[PoolSpec, int]:
             "created by an older tfposeidon.",
             folder,
         )
-    # The name is the fingerprint: under another name, samples of another source would be served.
+    # The name is the fingerprint, so a renamed store would serve samples of another source.
     if header.pop("digest", None) != _digest(header) or header["name"] != folder.resolve().name:
         raise DamagedError(
             f"A store must be neither modified nor renamed. Received: {path}, which was created "
@@ -265,7 +265,7 @@ def _clear(directory: Directory) -> None:
 def _locked(find: Callable[[Path], Directory], path: Path) -> Iterator[Directory]:
     """Opens a folder; locks it against processes that create, open or remove a store there."""
     while True:
-        # Use a separate open file description: the kernel releases the lock when it is closed.
+        # The kernel releases the lock when this separate open file description is closed.
         with (
             find(path) as directory,
             closed_on_fork(".", os.O_RDONLY | os.O_DIRECTORY, directory.fileno()) as handle,

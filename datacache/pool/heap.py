@@ -68,10 +68,10 @@ class Heap:
         return self._bytes.data[offset : offset + length]
 
     def _reserve(self, begin: int, end: int) -> bool:
-        """Reserves a chunk, or only up to `end` if it does not fit; returns whether that fits."""
+        """Reserves a chunk, or only up to `end` if space is short; returns whether it succeeds."""
         if self._reserved.start <= begin and end <= self._reserved.stop:
             return True
-        # The file is sparse: writing into a hole on a full disk would kill the process (SIGBUS).
+        # Writing into a hole of the sparse file on a full disk would kill the process (SIGBUS).
         for target in (min(max(end, begin + CHUNK_BYTES), len(self._bytes)), end):
             try:
                 reserve(self._file.file, self._file.heap_begin + begin, target - begin)

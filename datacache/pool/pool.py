@@ -181,7 +181,7 @@ class Pool(Owner):
         if word < READY or word != self._words[index]:
             return None
         if content is None:
-            # The offset or the length is corrupted. With verify="never", only this detects it.
+            # The offset or the length is corrupted, which is also detected with verify="never".
             self._words[index] = 0
             return None
         return self.layout.unpack(np.frombuffer(content, np.uint8))
@@ -227,7 +227,7 @@ class Pool(Owner):
 
     @contextlib.contextmanager
     def claim_all(self) -> Iterator[bool]:
-        """Claims the whole store to fill it from a stream; yields whether no other process did."""
+        """Claims the whole store to fill it from a stream; yields whether the claim succeeded."""
         # Lock the byte after the bytes of the samples, which stay free for `claim`.
         with self._file.locked_bytes([self.slots]) as (mine,):
             yield mine
@@ -245,7 +245,6 @@ class Pool(Owner):
         self._closing.set()
         if self._background is not None:
             self._background.join()
-        # The mapping is released with the last array that refers to it.
         for name in ("_columns", "_heap", "_words"):
             vars(self).pop(name, None)
         self._file.close()

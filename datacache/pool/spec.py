@@ -187,7 +187,7 @@ class Layout:
 
     def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
-        # Converting a sample takes as long as copying a small one.
+        # Do not convert every sample, because converting a small one takes as long as copying it.
         arrays = list(sample if self.matches(sample) else map(as_array, sample))
         if not self.matches(arrays):
             raise ValueError(
@@ -259,8 +259,8 @@ class SampleShard:
     If the share has more samples than `slots`, the store holds a fixed random part of the share.
     """
 
-    # Do not evict the least recently used samples, which would yield fewer hits: an epoch uses each
-    # sample once, so a sample would be evicted just before its next use.
+    # Do not evict the least recently used samples, because an epoch uses each sample once, so a
+    # sample would be evicted just before its next use.
     samples: int
     slots: int
     node: int = 0

@@ -158,7 +158,7 @@ def from_folder(
     except OSError as error:
         raise SourceError(
             f"Files and folders of a source must be readable. Received: {error}. Grant this user "
-            "read permission, or remove it if it is a broken link."
+            "read permission, or remove the file if it is a broken link."
         ) from error
 
 

@@ -32,7 +32,7 @@ class Source(Protocol):
 
     Sources of equal `identity` share cached samples, so `identity` must contain everything that
     determines the samples, as values for JSON, except the location of the data. Names, sizes and
-    times of files do not distinguish two folders of an archive: add a version or a digest.
+    times of files may be equal in different archives, so add a version or a digest.
     `signature` is the `tf.TypeSpec` of each component of a stored sample.
     """
 

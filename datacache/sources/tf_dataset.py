@@ -48,7 +48,7 @@ class DatasetSource(StreamSource):
         first = list(self._read(FIRST))
         self._digests = list(map(_digests, first))
         if draws:
-            # Keep only components that are equal in two reads: random ones are not.
+            # Keep only components that are equal in two reads, unlike random components.
             pairs = zip(self._digests, map(_digests, self._read(FIRST)), strict=True)
             self._digests = [
                 [one for one, other in zip(*pair, strict=True) if one == other] for pair in pairs
@@ -76,7 +76,7 @@ class DatasetSource(StreamSource):
 
     @override
     def stream(self) -> Iterator[list[np.ndarray]]:
-        # Yield the stored first element: a reader of only this one need not open the dataset again.
+        # Yield the stored first element, so that its reader need not open the dataset again.
         if self._first is not None:
             yield self._first
         for count, components in enumerate(self._read(self._samples + 1)):

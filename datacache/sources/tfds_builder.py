@@ -24,8 +24,8 @@ class TfdsSource(RecordSource):
             shard_type(str(one.filename), one.skip, one.take, FileStatus.of(os.stat(one.filename)))
             for one in _file_instructions(builder, split)
         ]
-        # Leave decoders out of the identity: their effect is in the traced graph, and their names
-        # in Python differ between processes.
+        # Leave decoders out of the identity, because the traced graph shows their effect, and their
+        # names in Python differ between processes.
         super().__init__(files, {"kind": "tfds", "name": builder.info.full_name})
 
     def __str__(self) -> str:
@@ -142,8 +142,8 @@ class _ArrayRecords:
     def read(self, record: int) -> bytes:
         try:
             reader = self._opened()
-            # The reader does not report an error for a file that is missing or truncated at a
-            # block: such a file has no records.
+            # The reader reports no error for a file that is missing or truncated at a block. Such
+            # a file has no records.
             if record >= reader.num_records():
                 raise IndexError(f"the file has {reader.num_records()} records")
             return reader.read([record])[0]

@@ -48,7 +48,7 @@ def reserve(file: Descriptor, offset: int, size: int) -> None:
     handle = file.fileno()
     in_memory = is_memory(os.fstat(handle).st_dev)
     room = os.fstatvfs(handle)
-    # If a file system does not support allocation, the C library writes zeros until it is full.
+    # Without support for allocation, the C library writes zeros until the disk is full.
     if size > STEP_BYTES and size > room.f_bavail * room.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for begin in range(offset, offset + size, STEP_BYTES):

@@ -56,7 +56,7 @@ class Preprocessing:
     def __call__(self, stored: list[Arrays], indices: np.ndarray) -> list[Arrays]:
         """Computes cached samples; `indices` identify the samples in errors."""
         if self._batched is not None and len(stored) > 1:
-            # After a failure, retry one by one: the error of a batch does not identify the sample.
+            # Retry one by one after a failure, because the error does not identify the sample.
             with contextlib.suppress(tf.errors.OpError):
                 columns = [np.stack(column) for column in zip(*stored, strict=True)]
                 made = [part.numpy() for part in self._batched(*columns)]
@@ -68,7 +68,7 @@ class Preprocessing:
         try:
             return [part.numpy() for part in self._function(*components)]
         except tf.errors.OpError as error:
-            # The last paragraph is the cause. Those before it show where each op was traced.
+            # The last paragraph is the cause. The others show where each op was traced.
             cause = error.message.rsplit("\n\n", 1)[-1].splitlines()[0].rstrip(".")
             raise SourceError(
                 "`preprocess` must accept every sample. Received: "

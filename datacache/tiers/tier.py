@@ -233,7 +233,7 @@ class StoreTier(Tier):
         for window in windows(indices):
             made, kept = self._fill(window)
             self.counts.add(unkept=len(window) - len(kept))
-            # Read accepted samples from the store: a large fill would hold every sample twice.
+            # Read accepted samples from the store, because a large fill would hold them twice.
             untaken |= {sample: arrays for sample, arrays in made.items() if sample not in kept}
         return untaken
 
@@ -248,7 +248,7 @@ class StoreTier(Tier):
 
     def clear(self) -> None:
         """Removes the samples of this store, and of the store of decoded samples below, if any."""
-        # Start at the bottom: a reader could refill this tier with samples from below.
+        # Start at the bottom, because a reader could refill this tier with samples from below.
         if self._next:
             self._next.clear()
         if self.pool:
@@ -335,7 +335,7 @@ class StoreTier(Tier):
             kept -= refused
             made |= new
             left = left[~np.isin(left, claimed)]
-            # Wait without claims: two processes that wait for each other's claims would deadlock.
+            # Wait without claims, because processes that wait for each other would deadlock.
             if left.size and not claimed.size:
                 time.sleep(POLL_S)
         return made, kept
@@ -374,5 +374,5 @@ def windows(samples: np.ndarray, size: int = WINDOW_SAMPLES) -> list[np.ndarray]
 
 
 def _by_index(indices: np.ndarray, make: Callable[[np.ndarray], list[Arrays]]) -> dict[int, Arrays]:
-    # Skip empty requests: lower tiers would count them and wake their threads.
+    # Skip empty requests, because lower tiers would count them and wake their threads.
     return dict(zip(indices.tolist(), make(indices), strict=True)) if indices.size else {}

@@ -2,7 +2,7 @@
 
 python examples/data/draw_shapes.py /tmp/shapes
 
-They replace photographs in tests: colors, positions, sizes, rotations and backgrounds vary at
+The images replace photographs in tests: colors, positions, sizes, rotations and backgrounds vary at
 random, so that only shape and texture together determine the class. FOLDER/train and FOLDER/test
 contain a folder for each class, as in ImageNet.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 SHAPES = {
-    # Whether a point is inside, from its coordinates relative to the center, in radii.
+    # Each function returns whether a point is inside; x and y are 0 at the center, in radii.
     "circle": lambda x, y: np.hypot(x, y) < 0.9,
     "square": lambda x, y: np.maximum(abs(x), abs(y)) < 0.8,
     "triangle": lambda x, y: (y > -0.6) & (y + 1.75 * abs(x) < 1.1),
@@ -25,7 +25,7 @@ SHAPES = {
     "cross": lambda x, y: (np.minimum(abs(x), abs(y)) < 0.3) & (np.maximum(abs(x), abs(y)) < 1),
 }
 TEXTURES = {
-    # Whether a point has the second color, from its coordinates in periods of the texture.
+    # Each function returns whether a point has the second color; u and v are in periods.
     "stripes": lambda u, v: np.sin(2 * np.pi * u) > 0,
     "checks": lambda u, v: np.sin(2 * np.pi * u) * np.sin(2 * np.pi * v) > 0,
 }
@@ -97,7 +97,7 @@ def draw(folder, train=4000, test=1000, size=72, seed=0):
     """
     if folder.exists():
         return
-    # Renamed at the end, so that a folder of this name is complete.
+    # Rename the folder at the end, so that a folder of this name is complete.
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     for number, (name, count) in enumerate({"train": train, "test": test}.items()):

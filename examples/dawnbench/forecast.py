@@ -34,7 +34,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
       nodes: Number of nodes.
       per_node: Ranks of each.
       network: Rate between nodes, such as "25gbit".
-      kept_side: Function from the side of a crop to that of the images in the cache.
+      kept_side: Function from the side of a crop to the side of the cached images.
       with_variables: True to print complete plans, with a line for each variable.
     """
     topology = Topology.regular(0, nodes * per_node, per_node)
@@ -108,7 +108,7 @@ def _times(phase, step, topology, kept_side):
 
 def _plan(phase, plan):
     """Returns the row of a phase in the table with the columns `PLANS`."""
-    # Each scheme once, in the order of buckets.
+    # List each scheme once, in the order of buckets.
     schemes = dict.fromkeys(str(bucket.scheme) for bucket in plan.buckets)
     return (
         str(phase.size),

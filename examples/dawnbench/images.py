@@ -13,7 +13,7 @@ import datacache
 MARGIN = 1.143
 """Side of a cached image, relative to that of a crop: 256 pixels for crops of 224."""
 AREAS, ASPECTS = (0.35, 1.0), (3 / 4, 4 / 3)
-"""Ranges of the share of a cached image in a random crop, and of its width over its height."""
+"""Ranges of a random crop's share of the cached image, and of its width divided by its height."""
 
 
 class Images(NamedTuple):
@@ -33,7 +33,7 @@ class Images(NamedTuple):
 
 
 TEST_NAMES = ("validation", "val", "test")
-"""Names of test images, in order of preference: ImageNet's `test` has no labels."""
+"""Names of test images, in order of preference, because ImageNet's `test` has no labels."""
 RECORD_FEATURES = {
     "image/encoded": tf.io.FixedLenFeature([], tf.string),
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
@@ -158,7 +158,7 @@ def cache_of(source, pair, size, **options):
 def training_batches(cache, size, global_batch, classes, seed):
     """Returns this rank's batches of random crops, half of which are mirrored.
 
-    The contents of a batch seed its crops. They differ between epochs, and are the same in a
+    The contents of a batch seed its crops, so crops differ between epochs, and are the same in a
     resumed run.
 
     Args:
@@ -169,7 +169,7 @@ def training_batches(cache, size, global_batch, classes, seed):
       seed: Seed of the order.
 
     Returns:
-      The cache's dataset, for `CachePosition`, and that of batches for `fit`.
+      The cache's dataset for `CachePosition`, and the dataset of batches for `fit`.
     """
     data = cache.dataset(global_batch, seed=seed)
     return data, data.map(functools.partial(_augmented, size, classes), tf.data.AUTOTUNE).prefetch(

@@ -82,10 +82,10 @@ SCHEDULES = {
     "hitopk": ("hitopk", "hitopk"),
     "auto": ("auto", "auto"),
 }
-"""Schemes by the name of a schedule; "paper" is that of section 5.6."""
+"""Schemes by the name of a schedule; those of "paper" are from section 5.6 of CommLib."""
 
 RECIPES = {
-    # Section 5.6 and table 4; rates of MLPerf for ResNet-50 with LARS and batches of 32 K.
+    # From section 5.6 and table 4 of CommLib; rates are those of MLPerf for batches of 32 K.
     "paper": Recipe(
         phases=(
             Phase(epochs=13, size=96, batch=256),

@@ -58,7 +58,7 @@ class Records(keras.callbacks.Callback):
 
     @override
     def on_epoch_begin(self, epoch, logs=None):
-        # A hook for batches would make all ranks check in each step whether a rank stops early.
+        # Use no hook for batches: with one, all ranks check in each step if a rank stops early.
         if self._begin_s is None:
             self._begin_s = time.perf_counter()
 
@@ -97,7 +97,7 @@ class Records(keras.callbacks.Callback):
     def _write(self):
         if tp.rank() != 0:
             return
-        # Renamed when complete, so that a kill leaves either the old or the new lines.
+        # Rename the complete file, so that a kill leaves either the old or the new lines.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
         part.write_text("".join(f"{json.dumps(line)}\n" for line in self.lines))

@@ -13,7 +13,7 @@ def resnet(blocks, width, classes, bottleneck=True, large_stem=True):
 
     Args:
       blocks: Number of blocks in each stage; each stage after the first halves the resolution.
-      width: Channels of the first stage; each later one has twice as many.
+      width: Channels of the first stage; each later stage has twice as many as the stage before.
       classes: Number of classes.
       bottleneck: True for blocks of 1 x 1, 3 x 3 and 1 x 1 convolutions with four times as many
         channels at their end, as in ResNet-50; False for two 3 x 3, as in ResNet-18.

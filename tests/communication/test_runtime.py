@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tfposeidon.commands import check
 from tfposeidon.commands.versions import InstallError
-from tfposeidon.communication import launcher, runtime, start
+from tfposeidon.communication import failure, launcher, runtime, start
 
 
 @pytest.fixture
@@ -124,6 +124,32 @@ def test_each_rank_of_a_node_uses_its_own_gpu():
     growth.assert_called_once_with(gpus[2], True)
 
 
+@pytest.mark.parametrize("pin_gpu", [True, False])
+def test_init_chooses_the_gpu_of_the_local_rank(monkeypatch, fresh, pin_gpu):
+    for name, value in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    found = SimpleNamespace(topology=runtime.Topology.regular(0, 1, 1))
+    monkeypatch.setattr(start, "find_peers", lambda _: None)
+    monkeypatch.setattr(start, "start_horovod", lambda *_: found)
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(2)]
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=gpus),
+        mock.patch.object(tf.config, "set_visible_devices") as visible,
+        mock.patch.object(tf.config.experimental, "set_memory_growth"),
+        mock.patch.object(failure, "watch"),
+    ):
+        tp.init(pin_gpu=pin_gpu)
+    assert visible.mock_calls == ([mock.call(gpus[1], "GPU")] if pin_gpu else [])
+
+
+def test_an_unknown_interface_is_refused(monkeypatch):
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "eth77")
+    with pytest.raises(ValueError, match=r"HOROVOD_GLOO_IFACE must .* 'eth77' on .*, which has lo"):
+        start.check_interface()
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    start.check_interface()
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_gpus_initialized_by_all_ranks_are_refused(caplog, ranks):
     with (
@@ -219,7 +245,7 @@ def test_check_reports_what_it_has_found_before_an_error(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("versions", "remedy"),
     [
-        ({"horovod": None}, "tfposeidon requires horovod. Run: python -m tfposeidon install"),
+        ({"horovod": None}, "horovod, which is not installed. Run: python -m tfposeidon install"),
         ({"horovod": "0.28.1"}, "Received: 0.28.1 without patches"),
         ({"keras": "3.9.0"}, "tfposeidon requires Keras 3.15.*. Received: 3.9.0"),
     ],

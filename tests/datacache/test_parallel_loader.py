@@ -346,7 +346,7 @@ def test_a_script_without_a_main_guard_is_named(tmp_path):
     )
     assert done.returncode == 1
     assert (
-        "exit code 1, before the batch of mode='train', item=0. Its output shows the cause"
+        "exit code 1, before the batch of mode='train', item=0. The process has printed the cause"
         in done.stderr
     )
     assert 'must start its work under `if __name__ == "__main__":`' in done.stderr

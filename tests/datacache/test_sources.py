@@ -197,7 +197,7 @@ def test_ambiguous_folders_are_refused(tmp_path):
     (root / "a" / "gone.png").symlink_to(root / "nothing")
     with pytest.raises(
         SourceError,
-        match=r"must be readable. Received: .*gone.png'.* remove it if it is a broken link",
+        match=r"must be readable. Received: .*gone.png'.* remove the file if it is a broken link",
     ):
         datacache.from_folder(root)
 

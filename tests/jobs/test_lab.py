@@ -315,7 +315,7 @@ def test_missing_rights_are_named(tmp_path):
     assert done.returncode == 2
     assert "the lab needs network namespaces" in done.stdout
     assert "unshare failed: Operation not permitted" in done.stdout
-    assert "Run it with sudo" in done.stdout
+    assert "Run the lab with sudo" in done.stdout
 
 
 DEMO = [sys.executable, "-m", "tfposeidon", "demo", "--steps", "1"]

@@ -249,7 +249,7 @@ def test_bad_input_to_the_native_ops_is_refused(message, call):
 def test_a_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "missing.so")
     with pytest.raises(
-        RuntimeError, match=r"native library. Received: .*missing.so does not exist. Build it"
+        RuntimeError, match=r"native library. Received: no file .*missing.so. Build it"
     ):
         native.library.__wrapped__()
     (tmp_path / "missing.so").write_bytes(b"not a library")

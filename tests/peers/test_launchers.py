@@ -62,7 +62,7 @@ def horovod(rank=0, size=1):
 def test_mpirun_with_a_horovod_without_mpi_is_refused():
     message = "must agree. Received: rank 2 of 4 from the environment, rank 0 of 1 from Horovod"
     with pytest.raises(RuntimeError, match=message):
-        start.start_over_mpi(horovod(), ProcessRank(2, 4), None)
+        start.start_over_mpi(horovod(), ProcessRank(2, 4), None, pin_gpu=True)
 
 
 def test_a_single_rank_horovod_in_a_larger_job_is_refused(environment):

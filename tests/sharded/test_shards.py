@@ -175,8 +175,8 @@ def test_elementwise_optimizers_are_accepted():
 
 def test_schemes_that_depend_on_the_first_step_are_refused():
     for other, why in (
-        ("hybcomm", "it depends on the graph of the first step"),
-        ("auto", "it depends on the predicted step"),
+        ("hybcomm", "which depends on the graph of the first step"),
+        ("auto", "which depends on the predicted step"),
     ):
         with pytest.raises(ValueError, match=f"known before the first step.*{why}"):
             tp.ShardedOptimizer(sgd(), [("kernel", "ps"), (".*", other)])

@@ -441,5 +441,5 @@ def test_each_rank_saves_its_local_vocabulary(wire):
 def test_partial_state_is_refused_with_elastic_averaging(wire):
     model, _ = _counting()
     model.compile(tp.ElasticAveraging(keras.optimizers.SGD(0.1)), "mse")
-    with Raises(ValueError, "so they cannot sum their parts"):
+    with Raises(ValueError, "asynchronously cannot sum their parts"):
         model.fit(*_data(wire), batch_size=8, verbose=0)

@@ -175,7 +175,7 @@ def _fit_without_ours(wire, kind, callbacks):
 @pytest.mark.parametrize("callbacks", WITHOUT_OURS)
 def test_an_unwrapped_optimizer_is_refused(wire, callbacks):
     """Callbacks that communicate compare replicas after the first step."""
-    with Raises(RuntimeError, f"{PARTED}.*so nothing of this model is exchanged. Wrap it"):
+    with Raises(RuntimeError, f"{PARTED}.*so nothing of this model is exchanged. Use compile"):
         _fit_without_ours(wire, keras.Sequential, WITHOUT_OURS[callbacks]())
 
 

@@ -1,6 +1,8 @@
 """Ranks with different numbers of batches end their epochs together."""
 
 import functools
+import os
+import shutil
 
 import keras
 import numpy as np
@@ -10,10 +12,11 @@ import tensorflow as tf
 import keras_callbacks
 import tfposeidon as tp
 from tests.helpers import models
+from tests.helpers.callbacks import shared_folder
 from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects, on_one_rank
-from tests.helpers.training import SERVED, check_equal
+from tests.helpers.training import BATCH, SERVED, check_equal, distributed, sgd, train_alone
 from tests.helpers.uneven import check_together, compiled_for_lengths, of_unknown_length
 
 pytestmark = pytest.mark.ranks("3")
@@ -31,6 +34,65 @@ def test_known_lengths(wire):
     assert losses[0] == losses[1] == losses[2]
     said = [line for line in lines if "different or unknown numbers of batches (3, 4, 5)" in line]
     assert len(said) == (1 if wire.topology.rank == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("auto", {}),
+        ("allreduce", {"run_eagerly": True}),
+        ("hybcomm", {}),
+        (SERVED, {}),
+    ],
+)
+def test_shares_with_a_last_batch_on_some_ranks_equal_one_process(wire, scheme, options):
+    data = models.mlp.data(2 * BATCH + 1)  # Shares of 9, 8 and 8 samples.
+    start = models.mlp()
+    fit = {"epochs": 2, "shuffle": False, "verbose": 0}
+    reference = train_alone(models.copy(models.mlp, start), data, sgd(), **fit)
+    model, optimizer = models.copy(models.mlp, start), distributed(sgd(), scheme=scheme)
+    model.compile(optimizer=optimizer, loss=models.LOSS, **options)
+    mine = tp.shard(data)
+    model.fit(*mine, batch_size=4, validation_data=mine, **fit)
+    check_equal(model.get_weights(), reference)
+    check_together(model, optimizer, wire, 6)
+
+
+def test_callbacks_count_a_last_step_without_samples(wire):
+    """Rates and replicas are equal, and a run that resumes after any of these steps equals it."""
+    folder = shared_folder(wire)
+    scaled = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0)
+
+    def trained(name):
+        keras.utils.set_random_seed(1)
+        model, optimizer = compiled_for_lengths("topk", around=scaled)
+        model.fit(
+            *tp.shard(models.mlp.data(2 * BATCH + 1)),
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[
+                keras_callbacks.LearningRateWarmup(0.3, warmup_epochs=2),
+                keras_callbacks.ReplicaCheck(every_n_steps=1),
+                keras_callbacks.Checkpoint(f"{folder}/{name}", every_n_steps=1, keep=9),
+            ],
+        )
+        check_together(model, optimizer, wire, 6)
+        return model.get_weights()
+
+    uninterrupted = trained("all")
+    for name in sorted(os.listdir(f"{folder}/all")):
+        exchange_objects(None, wire, "listed")
+        if wire.topology.rank == 0:
+            os.makedirs(f"{folder}/from {name}")
+            os.rename(f"{folder}/all/{name}", f"{folder}/from {name}/{name}")
+        exchange_objects(None, wire, "moved")
+        for one, other in zip(trained(f"from {name}"), uninterrupted, strict=True):
+            np.testing.assert_array_equal(one, other)
+    exchange_objects(None, wire, "compared")
+    if wire.topology.rank == 0:
+        shutil.rmtree(folder)
 
 
 def test_unknown_lengths_with_validation(wire):

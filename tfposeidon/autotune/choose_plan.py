@@ -1,7 +1,7 @@
 """Chooses communication plans by the times of the first training steps.
 
-All ranks time a few steps. They then trace the step again with other plans, if this is predicted to
-save more time than the trace takes.
+All ranks time a few steps, and then trace the step again with other plans if the predicted savings
+exceed the time that the trace takes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ class ChoosePlan(keras.callbacks.Callback):
         calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
         self._calls = max(calls, default=1)
         self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
-        # Exclude time between epochs from step timing.
         for times in self._step_times():
             times.pause()
         # A change of an earlier `fit` or run may be pending.
@@ -169,7 +168,7 @@ class ChoosePlan(keras.callbacks.Callback):
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._steps:
-            # The first timed step traces; skipped batches and later callbacks are not part of it.
+            # The first step traces. Exclude skipped batches and other callbacks from its time.
             self._begin_s = time.perf_counter()
 
     @override
@@ -231,8 +230,8 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         watches, unsent = self._session.watches_absence, self._unsent
         left = self._batches_before - self._batches
-        # If epochs may end early, plans cannot change within them: a rank that has exhausted its
-        # input can join only the exchange that it has traced.
+        # If epochs may end early, plans cannot change within them, because a rank without data can
+        # join only the exchange that it has traced.
         if not (watches and self._batches) and not unsent:
             self._apply()
             self._session.retrace()

@@ -1,7 +1,7 @@
 """Measures the network profile of a job, and the throughput of its ranks under full load.
 
 Rounds of collectives and of local work run until a time budget is spent. Short probes determine
-latencies by least squares. Long probes, minus latencies, determine bandwidths and float16 sums.
+latencies by least squares. Long probes, minus latencies, determine bandwidths and float16 costs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Probe:
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns the bytes of the busiest node, else rank, and whether all stay in their nodes."""
+        """Returns (busiest node's bytes to others, False) or (busiest rank's in its node, True)."""
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
@@ -140,7 +140,7 @@ def without_collections() -> Iterator[None]:
 
 @without_collections()
 def measure(wire: Wire) -> NetworkProfile:
-    """Measures the network profile of a job; all ranks call it together, and get the same result.
+    """Measures the network profile of a job, equal on all ranks, which must all call this.
 
     The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
@@ -178,7 +178,7 @@ def measure(wire: Wire) -> NetworkProfile:
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:
-    """Returns the host name of each node; all ranks call it together."""
+    """Returns the host name of each node; all ranks must call this."""
     names = exchange_objects(socket.gethostname(), wire, "tp.links.hosts")
     return tuple(names[node[0]] for node in wire.topology.nodes)
 
@@ -282,7 +282,7 @@ def estimate_links(
         bytes_s = max(times[name] - collective_s - probe.steps * latency_s[stays], times[name] / 10)
         found[name] = rounded(sent_bytes / bytes_s)
     across = node = None
-    # Prefer probes across nodes: times within nodes vary more, but are short in comparison.
+    # Prefer probes across nodes, because times within nodes are short and vary more.
     uncertain = [name for name in found if name in ("rate.across", "rate.flow")] or ["rate.node"]
     if "rate.node" in found:
         node = Link(latency_s=latency_s[True], bytes_per_s=found["rate.node"])
@@ -305,7 +305,7 @@ def estimate_links(
         node=node,
         across=across,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        # Use the uncertainty of bandwidths: latencies vary more, but few choices depend on them.
+        # Leave out latencies, which vary more than bandwidths, but determine few choices.
         uncertainty=rounded(max(_uncertainty(samples[name]) for name in uncertain)),
     )
 

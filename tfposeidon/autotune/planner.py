@@ -113,7 +113,7 @@ class AutoPlanner(Planner):
         return replace(plan, forecasts=decision.forecasts)
 
     def measure_network(self) -> None:
-        """Measures the network profile if it is needed and unknown; all ranks call it together."""
+        """Measures the network profile if it is needed and unknown; all ranks must call this."""
         if self.is_tunable and runtime.network_profile() is None:
             with tf.init_scope():
                 links = measurement.measure(runtime.wire())
@@ -132,7 +132,7 @@ class AutoPlanner(Planner):
         timeline: Timeline | None = None,
         timed: bool = False,
     ) -> Plan:
-        """Makes a plan; with `timed`, all ranks call it together, and may time exchanges."""
+        """Makes a plan; with `timed`, may time exchanges, and all ranks must call this."""
         return choose_plan(
             descriptions,
             self.policy,
@@ -167,7 +167,7 @@ class AutoPlanner(Planner):
     ) -> float:
         """Proposes plans by measured steps; returns the seconds that they save per step.
 
-        All ranks call it together. Exchanges are timed if steps take longer than `shortest_s`.
+        All ranks must call this. Exchanges are timed if steps take longer than `shortest_s`.
         """
         self.has_decided, saved_s = True, 0.0
         pairs = zip(plans.agreed_exchangers, found, strict=True)
@@ -350,7 +350,7 @@ class Auto(Tunable):
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """Candidate of `Auto`: one scheme, or by batch rows sufficient factors or this scheme."""
+    """Candidate of `Auto`: one scheme, or a choice by batch rows between factors and it."""
 
     scheme: Scheme
     structured: Policy | None = None

@@ -46,7 +46,7 @@ ROUNDS, BUDGET_S = 7, 2.0
 """Maximum number of timed rounds, and seconds until which further rounds start."""
 
 Trial = Callable[[Sequence[Plan]], Sequence[float]]
-"""Function that times the exchanges of plans. It returns the same seconds on every rank."""
+"""Function that returns the seconds of each plan's exchanges, the same on every rank."""
 
 _Plans = dict[tuple[str, int], Plan]
 """Different plans by the name of the candidate and the bucket size, beginning with the default."""
@@ -195,7 +195,7 @@ def _predicted(
 def _slowdowns(
     plans: _Plans, predictions: Sequence[Prediction], links: NetworkProfile, trial: Trial
 ) -> dict[str, float]:
-    """Times exchanges if the best predictions are close; returns timed by predicted seconds."""
+    """Returns timed over predicted seconds of candidates, if the best predictions are close."""
     best: dict[str, Prediction] = {}
     for one in sorted(predictions, key=_step_s):
         best.setdefault(one.name, one)
@@ -234,7 +234,7 @@ def predict(
 
 @without_collections()
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
-    """Times exchanges of the same variables without computation; all ranks call it together.
+    """Times exchanges of the same variables without computation; all ranks must call this.
 
     Returns for each plan the median over rounds of the slowest rank's seconds.
     """

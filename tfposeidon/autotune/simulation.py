@@ -41,7 +41,7 @@ class StageTime:
     """Time of one stage of an exchange, on the slowest rank or connection.
 
     `operation` is `None` for local work. `size_bytes` is the payload on one rank. Horovod fuses
-    collectives with equal `fuses_with`, unless it is `None`, which adds their loads.
+    collectives whose `fuses_with` are equal and not `None`; the loads of fused collectives add up.
     """
 
     operation: Operation | None
@@ -53,7 +53,7 @@ class StageTime:
 
 
 class Load(NamedTuple):
-    """Maximum bytes in one direction: of a node, of a connection across nodes, within a node."""
+    """Maximum bytes in one direction of a node, a connection across nodes, a rank in its node."""
 
     cross_bytes: float
     flow_bytes: float
@@ -75,7 +75,7 @@ def stage_times(
     """
     first, size = topology.nodes[0], topology.size
     is_regular = topology.nodes == Topology.regular(0, size, len(first)).nodes
-    # If all nodes have the same load, the ranks of one represent all ranks.
+    # If all nodes have the same load, the ranks of one node represent all ranks.
     is_even = scheme.loads_evenly and is_regular and size % len(first) == 0
     by_rank = {
         rank: scheme.bucket_stages(length, itemsize, structures, topology.seen_from(rank))
@@ -120,7 +120,7 @@ def _transfer_time(
     groups = {transfer.group.ranks for transfer in transfers.values()}
     crosses = any(not topology.same_node(group[0], rank) for group in groups for rank in group)
     link = links.across if crosses else links.node
-    assert link is not None, "NetworkProfile.check_fits ensures it"
+    assert link is not None, "NetworkProfile.check_fits ensures this link"
     link_s = link.seconds(load.cross_bytes, flow_bytes=load.flow_bytes) if crosses else 0.0
     cpu_s = float16_sums(one) * links.rates.half_s
     if load.node_bytes and links.node is not None:
@@ -136,7 +136,7 @@ def _transfer_time(
 
 
 def float16_sums(transfer: Transfer) -> float:
-    """Returns how many elements a rank sums in float16, which only Horovod's all-reduce does."""
+    """Returns a rank's number of float16 sums, which only Horovod's all-reduce computes."""
     if transfer.operation != "all_reduce" or transfer.itemsize != 2:
         return 0.0
     p = transfer.group.size

@@ -3,8 +3,8 @@
 A single process checks this machine. The ranks of a job check the job: start them with `horovodrun
 -np N python -m tfposeidon check`, with `python -m tfposeidon run`, or on a platform that sets their
 variables. With `--network FILE`, the command also measures the network between ranks and writes a
-profile for `tfposeidon.init(network=FILE)`. If a check fails, it prints the remedy and exits with
-status 1.
+profile for `tfposeidon.init(network=FILE)`. If a check fails, the command prints the remedy and
+exits with status 1.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main(options: argparse.Namespace) -> int:
     try:
         rows += _versions()
         rows += peer_rows()
-        # Import modules that need TensorFlow here and below: if TensorFlow is missing or
-        # unsupported, `_versions` must first report the remedy.
+        # Import modules that need TensorFlow here and below, because `_versions` must first report
+        # the remedy if TensorFlow is missing or unsupported.
         from tfposeidon.communication import launcher, runtime
 
         topology = runtime.init(ranks_per_node=options.ranks_per_node)
@@ -70,7 +70,10 @@ def _versions() -> list[tuple[str, str]]:
     for name in ("tensorflow", "keras", "horovod", "numpy"):
         version = version_of(package if name == "tensorflow" else name)
         if version is None:
-            raise InstallError(f"tfposeidon requires {name}. Run: python -m tfposeidon install")
+            raise InstallError(
+                f"tfposeidon requires {name}, which is not installed. "
+                "Run: python -m tfposeidon install"
+            )
         found[name] = version
     versions.require_tensorflow(package, found["tensorflow"])
     built_for = install.built_for()

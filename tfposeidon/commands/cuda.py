@@ -53,7 +53,7 @@ class Toolkit:
 
 @dataclass(frozen=True, kw_only=True)
 class Nccl:
-    """NCCL's header and library; `version` is the one in the header, such as `"2.27.7"`."""
+    """NCCL's header and library; `version` is that of the header, such as `"2.27.7"`."""
 
     include: Path
     library: Path

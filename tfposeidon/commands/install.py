@@ -162,7 +162,7 @@ def install_horovod(with_cuda: bool) -> None:
     if not wheels:
         wheels = [_build_into(folder, with_cuda)]
     _say(f"installing {wheels[0]}")
-    # Replace an installed Horovod of the same version: it may be built for another TensorFlow.
+    # Replace an installed Horovod, because it may have been built for another TensorFlow.
     _pip("install", "--force-reinstall", "--no-deps", str(wheels[0]))
     # Install Horovod's runtime dependencies; only the build requires setuptools and wheel.
     _pip("install", *BUILD_TOOLS[2:])
@@ -233,8 +233,8 @@ def cuda_environment(scratch: Path) -> dict[str, str]:
         f"using NCCL {nccl.version} of {nccl.library}, and nvcc {cuda.dotted(toolkit.version)} in "
         f"{toolkit.home}, whose code requires NVIDIA's driver {needed} or later on each machine"
     )
-    # Link the libraries under unversioned names, because CMake looks for those: wheels contain only
-    # libnccl.so.2 and libcudart.so.13.
+    # Link the libraries under the unversioned names that CMake looks for, because wheels contain
+    # only libnccl.so.2 and libcudart.so.13.
     links = scratch / "links"
     links.mkdir()
     (links / "libnccl.so").symlink_to(nccl.library)

@@ -1,8 +1,8 @@
 """Reads the rank and the rendezvous store of this process from environment variables.
 
 horovodrun and `tfposeidon lab` set variables `HOROVOD_*`, and `peers` sets them from the variables
-of other platforms. Open MPI, MPICH and SLURM use other names. All are read in `tfposeidon.init()`,
-never at import.
+of other platforms. Open MPI, MPICH and SLURM use other names. `tfposeidon.init()` reads all these
+variables. An import reads none.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def process_rank() -> ProcessRank:
         job = sources.find(os.environ)
         if job and (job.size > 1 or job.has_store):
             return ProcessRank(job.rank, job.size)
-    # A size alone does not imply a launcher: SLURM also sets one in scripts of a single process.
+    # A size alone does not imply a launcher: SLURM also sets a size in scripts of a single process.
     # MPI's variables are used even if Horovod is built without MPI; tfposeidon.init() then raises
     # an error.
     if not any(os.environ.get(name) for name in RANK):

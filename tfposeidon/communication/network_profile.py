@@ -1,4 +1,4 @@
-"""Describes the network of a job and the compute times of its ranks, from which costs follow."""
+"""Describes the network of a job and the compute times of its ranks, to predict times of steps."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ CPU = Rates(
 )
 """Rates of one AMD EPYC core per rank, from a study of a few exchanges.
 
-They are provisional: no command of this repository has printed them."""
+They are provisional, because no command of this repository reproduces them."""
 _V100 = Rates(
     sum_s=2e-11, encode_s=1e-11, select_s=1.5e-10, pair_s=2e-9, half_s=0.0, operation_s=2.5e-14
 )
@@ -285,7 +285,7 @@ def parse_network(given: Any, topology: Topology, device: str) -> NetworkProfile
     elif isinstance(given, str | os.PathLike):
         profile = NetworkProfile.from_json(_text_of(given), os.fspath(given))
     else:
-        raise ValueError(f"{FORMS}. Received: network={given!r}")
+        raise ValueError(f"{FORMS}. Received: network={given!r}. Omit it for the default.")
     profile.check_fits(topology)
     # Only a measured profile must match the job's device: a preset may describe another machine on
     # purpose.

@@ -27,8 +27,7 @@ MEASURE, UNKNOWN = "measure", "unknown"
 """Values of `network`: measure the profile when the first step needs it, or use none."""
 
 _OF_FUNCTIONS = 50
-"""Priority of variable creators of `tf.function`; creators in scopes of users have another."""
-
+"""Priority of the variable creators of `tf.function`; creators of users have another priority."""
 
 log = logging.getLogger("tfposeidon")
 _wire: HorovodWire | None = None
@@ -98,14 +97,17 @@ def init(
         if network is not None:
             _set_network(network, _wire.topology)
         return _wire.topology
-    # Set them before Horovod starts, because it then reads its environment.
+    # Set the time limits first, because Horovod reads them from the environment when it starts.
     start.set_limits(stall_timeout_s, transport_timeout_s, serves=server_rank is not None)
     nodes = start.find_peers(start_timeout_s)
     if pin_gpu:
         start.require_gpu_per_rank(launcher.ranks_of_node())
-    _wire = start.start_horovod(ranks_per_node, server_rank, nodes)
+    _wire = start.start_horovod(ranks_per_node, server_rank, nodes, pin_gpu)
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
+    if pin_gpu:
+        # Choose the GPU after `watch`, so that all ranks learn the cause if this fails.
+        start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
     _set_network(network, _wire.topology)
     return _wire.topology
 

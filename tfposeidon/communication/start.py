@@ -47,7 +47,10 @@ def find_peers(timeout_s: float) -> rendezvous.Nodes | None:
 
 
 def start_horovod(
-    ranks_per_node: int | None, server_rank: int | None, nodes: rendezvous.Nodes | None
+    ranks_per_node: int | None,
+    server_rank: int | None,
+    nodes: rendezvous.Nodes | None,
+    pin_gpu: bool,
 ) -> HorovodWire:
     """Starts Horovod, or uses the instance that the script has started."""
     import horovod.tensorflow as hvd
@@ -56,9 +59,10 @@ def start_horovod(
         return adopt(hvd, ranks_per_node, server_rank)
     own = launcher.process_rank()
     check_server_rank(server_rank, own.size)
+    check_interface()
     store = launcher.Store.of_launcher() if own.size > 1 else None
     if ranks_per_node is None and own.size > 1 and store is None:
-        return start_over_mpi(hvd, own, server_rank)
+        return start_over_mpi(hvd, own, server_rank, pin_gpu)
     topology = _find_topology(own, ranks_per_node, nodes, store)
     mine = {"nodes": [list(node) for node in topology.nodes], "server_rank": server_rank}
     # Compare layouts now: Horovod would abort without naming the reason if process sets differed.
@@ -74,13 +78,18 @@ def start_horovod(
     return HorovodWire(topology, process_sets)
 
 
-def start_over_mpi(hvd: Any, own: launcher.ProcessRank, server_rank: int | None) -> HorovodWire:
+def start_over_mpi(
+    hvd: Any, own: launcher.ProcessRank, server_rank: int | None, pin_gpu: bool
+) -> HorovodWire:
     """Starts Horovod under MPI, where ranks learn each other's hosts only after the start."""
     # Add process sets after the start, although each cycle of Horovod's thread then waits for all
     # ranks.
     hvd.init(process_sets="dynamic")
     # Detect a Horovod without MPI, which makes each process of mpirun a job of one rank.
     _check_layout(hvd, own)
+    if pin_gpu:
+        # The first collective initializes all visible GPUs.
+        choose_gpu(hvd.local_rank(), hvd.local_size())
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     own_host = [socket.gethostname(), {"server_rank": server_rank}]
@@ -115,6 +124,17 @@ def _require_equal(layouts: Any) -> None:
         "Pass the same `ranks_per_node` and `server_rank` to tfposeidon.init() on every rank.",
         at_first_entry(),
     )
+
+
+def check_interface() -> None:
+    """Refuses an interface for Gloo that this host does not have; Horovod would abort."""
+    name, names = os.environ.get(rendezvous.INTERFACE), [name for _, name in socket.if_nameindex()]
+    if name and name not in names:
+        raise ValueError(
+            f"{rendezvous.INTERFACE} must name a network interface of this host. Received: "
+            f"{name!r} on {socket.gethostname()}, which has {', '.join(names)}. Set one of these, "
+            "or remove the variable."
+        )
 
 
 def check_server_rank(server_rank: int | None, size: int) -> None:

@@ -64,11 +64,12 @@ class Topology:
         ranks = sorted(rank for node in self.nodes for rank in node)
         if not ranks or ranks != list(range(len(ranks))) or not all(self.nodes):
             raise ValueError(
-                f"`nodes` must hold each rank from 0 exactly once. Received: nodes={self.nodes}"
+                "`nodes` must hold each rank from 0 exactly once, and no empty node. Received: "
+                f"nodes={self.nodes}. Use Topology.regular for consecutive ranks."
             )
         if not 0 <= self.rank < len(ranks):
             raise ValueError(
-                f"`rank` must be one of the {len(ranks)} ranks. Received: rank={self.rank}"
+                f"`rank` must be in `nodes`, from 0 to {len(ranks) - 1}. Received: rank={self.rank}"
             )
 
     @classmethod

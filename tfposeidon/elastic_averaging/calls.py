@@ -2,12 +2,12 @@
 
 Think of each worker and the server as a pair with its own communicator. A call is an all-reduce of
 one number that identifies the next operation. The server always waits for calls, and reads the
-global weights only after a call, so a worker can call at any time. The server adds a request to the
-number: the request that was current when the server began to wait.
+global weights only after a call, so a worker can call at any time. The server adds to the number
+the request that was current when the server began to wait.
 
-Collectives run eagerly here. Horovod matches them by their order: a worker calls sequentially, and
-the server has one thread per worker. The collectives use none of TensorFlow's threads, because
-TensorFlow may have only one, which training steps occupy.
+Collectives run eagerly in this module, so Horovod matches them by their order, which is fixed: a
+worker calls sequentially, and the server has one thread per worker. The collectives use none of
+TensorFlow's threads, because TensorFlow may have only one, which training steps occupy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from tfposeidon.communication.wire import Wire
 
-# A call about a center is encoded as `call + _KINDS * center`.
+# A call is encoded as `call + _KINDS * center`, where `center` is the index of an optimizer.
 _KINDS = 16
-# The server adds a request times this value to a call. It is larger than any encoded call.
+# The server adds a request times this value, which is larger than any encoded call.
 _REQUESTS = 2**32
-# A worker calls at least this often. The stall limit may require a shorter time.
+# Maximum seconds between two calls of a worker; a short stall limit reduces the time.
 _MAX_SILENCE_S = 7.5
 # A worker that waits for its release calls the server at this interval.
 _QUERY_INTERVAL_S = 0.1
@@ -51,7 +51,7 @@ class Call(enum.IntEnum):
 
 
 class Request(enum.IntEnum):
-    """What the server asks workers to do, in the order of a training."""
+    """Requests of the server to all workers, in the order of a training."""
 
     TRAIN = 0
     STOP = 1
@@ -86,14 +86,15 @@ def receive(wire: Wire, name: str) -> tf.Tensor:
 
 
 class Worker:
-    """Worker's side of a pair: it exchanges values, and calls in between to prevent a stall.
+    """Worker's side of a pair: exchanges values, and calls the server in between.
 
-    Horovod ends a job in which a rank is late by `stall_limit_s` seconds; 0 disables the limit.
+    Without these calls, Horovod would end the job after `stall_limit_s` seconds; 0 disables the
+    limit.
     """
 
     def __init__(self, wire: Wire, stall_limit_s: float) -> None:
         self._wire = wire
-        # Horovod checks for stalls at intervals of a quarter of the limit.
+        # Call four times between two checks for stalls, which Horovod runs four times per limit.
         self._silence_s = min(_MAX_SILENCE_S, stall_limit_s / 16 or _MAX_SILENCE_S)
         # A thread holds the lock during a call and the transfer of the data that follow.
         self._lock = threading.RLock()

@@ -2,8 +2,8 @@
 
 On workers, Keras's `fit` runs between two callbacks that exchange weights with the server. The
 server holds the global weights and takes no training steps. When workers end epochs, the server
-calls the hooks of callbacks that save, stop or log. It refuses callbacks that need training steps
-on the server.
+calls the hooks of callbacks that save, stop or log. `check_callback` refuses callbacks that need
+training steps on the server.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AT_SERVER = (
     keras.callbacks.EarlyStopping,
     keras.callbacks.TensorBoard,
 )
-# These callback arguments may be numbers of steps. The server supports only these values.
+# Callback arguments that may be numbers of steps, and the values that the server supports.
 _PER_EPOCH = {"every_n_steps": "None", "save_freq": '"epoch"', "update_freq": '"epoch"'}
 
 
@@ -39,8 +39,8 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
     job.check_roles()
     if arguments["validation_split"]:
         raise ValueError(
-            "ElasticAveraging does not support validation_split: the server evaluates the global "
-            "weights on separate data. Received: "
+            "ElasticAveraging does not support validation_split, because the server evaluates the "
+            "global weights on separate data. Received: "
             f"validation_split={arguments['validation_split']}. Pass validation_data instead."
         )
     for callback in arguments["callbacks"]:
@@ -62,7 +62,7 @@ def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
     try:
         return original(*call.args, **call.kwargs)
     finally:
-        # This has an effect only if training ended with an error.
+        # `stop_calling` has an effect only if training ended with an error.
         if worker.link is not None:
             worker.link.stop_calling()
 
@@ -94,7 +94,7 @@ class _Worker(keras.callbacks.Callback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         is_last = self.model.stop_training or epoch + 1 == self.params["epochs"]
-        # Send everything before the notification, because the server then evaluates and saves.
+        # Send everything before `end_epoch`, because the server then evaluates and saves.
         for optimizer in self._optimizers:
             if is_last:
                 optimizer.exchange_last()
@@ -124,7 +124,7 @@ class _Serving:
             add_history=True,
             add_progbar=arguments["verbose"] != 0,
             model=self._model,
-            # The server has no batches for a progress bar. The value is "auto" only in a terminal.
+            # Print one line per epoch, because the server has no batches for a progress bar.
             verbose=2 if arguments["verbose"] else 0,
             epochs=arguments["epochs"],
             steps=1,
@@ -189,7 +189,7 @@ class _Serving:
         # As in Keras, any value is valid without validation data.
         if self._arguments["validation_data"] is None:
             return False
-        # Validate in the first epoch, because `CSVLogger` takes its columns from its logs.
+        # Validate in the first epoch, because `CSVLogger` takes its columns from these logs.
         return is_first or any(
             (e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in ended
         )
@@ -223,7 +223,7 @@ class _Serving:
 
 
 def acts_at_server(callback: Any) -> bool:
-    """Returns whether a callback runs on the server only; custom ones set `acts_at_server`."""
+    """Returns whether a callback runs on the server only, such as one with `acts_at_server`."""
     return isinstance(callback, _AT_SERVER) or getattr(callback, "acts_at_server", False)
 
 
@@ -232,15 +232,15 @@ def check_callback(callback: Any) -> None:
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(
-            "ElasticAveraging does not support ReduceLROnPlateau: workers hold the learning rates, "
+            "ElasticAveraging does not support ReduceLROnPlateau, because workers hold the rates, "
             "and the server holds the metrics of the global weights. Received: ReduceLROnPlateau. "
             "Use a schedule of keras.optimizers.schedules, or keras_callbacks.LearningRateSchedule."
         )
     if isinstance(callback, keras.callbacks.TerminateOnNaN) and not callback.raise_error:
         raise ValueError(
-            "ElasticAveraging does not support TerminateOnNaN without raise_error: a worker with "
-            "non-finite weights continues from the global weights, and if a worker stops, the "
-            "others continue. Received: TerminateOnNaN. Leave it out, or use "
+            "ElasticAveraging does not support TerminateOnNaN without raise_error, because a "
+            "worker with non-finite weights continues from the global weights, and if a worker "
+            "stops, the others continue. Received: TerminateOnNaN. Leave it out, or use "
             "TerminateOnNaN(raise_error=True), which ends the job."
         )
     for argument, instead in _PER_EPOCH.items():

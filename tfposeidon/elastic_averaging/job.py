@@ -103,8 +103,8 @@ def _share_rest(model: Any, optimizers: Sequence[Any]) -> None:
     """Copies the model's other state, such as frozen weights; each rank gets a different seed."""
     if partial := entries.variables_of(model, Placement.PARTIAL):
         raise ValueError(
-            "ElasticAveraging does not support partial variables: its ranks train "
-            f"asynchronously, so they cannot sum their parts. Received: {partial[0].name!r}, "
+            "ElasticAveraging does not support partial variables, because ranks that train "
+            f"asynchronously cannot sum their parts. Received: {partial[0].name!r}, "
             "registered as partial. Register it as local, or use LocalUpdates."
         )
     left_out = {id(v) for optimizer in optimizers for v in optimizer.exchanged_variables}
@@ -147,7 +147,7 @@ def start_worker(optimizers: Sequence[Any]) -> Worker:
 def serving(
     optimizers: Sequence[Any], savers: Sequence[Callable[[], Any]], without: str
 ) -> Iterator[Server]:
-    """Starts the server with the values of the variables, and finally sends them to all workers.
+    """Starts the server with the variables' values; finally, workers receive the new values.
 
     See `saved_at_failure` for the other arguments.
     """
@@ -210,7 +210,7 @@ def run(
 
 
 def _end_together() -> None:
-    # A rank that exits shuts down Horovod, and aborts the last calls of the other ranks.
+    # Wait for all ranks, because a rank that exits aborts the last calls of the other ranks.
     exchange_objects(None, runtime.wire(), "tp.asynchronous.end")
 
 

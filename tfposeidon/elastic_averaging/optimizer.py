@@ -107,7 +107,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         )
         communicating.check_no_averages("ElasticAveraging", inner_optimizer)
         self._every, self._alpha, self._server_alpha = sync_every, alpha, server_alpha
-        # This step only makes the plan. Exchanges use a pair's communicator when a worker calls.
+        # Use this `Step` for the plan only, because exchanges use the communicator of a pair.
         self._exchange = Step(self, policy, None, None, _pair_of_plan)
         self._statistics: Callable[[], Sequence[Any]] = list
         self._worker: Worker | None = None
@@ -183,8 +183,8 @@ class ElasticAveraging(CommunicatingOptimizer):
     @property
     def agreed_settings(self) -> dict[str, Any]:
         """Settings that must be equal on all ranks."""
-        # Learning rates may differ: callbacks set them, and a resumed server sends the learning
-        # rate of its snapshot to workers.
+        # Learning rates may differ, because callbacks set them, and a resumed server sends the
+        # learning rate of its snapshot to workers.
         inner = {
             name: value
             for name, value in settings(self.inner_optimizer, "inner optimizer").items()
@@ -282,8 +282,8 @@ class ElasticAveraging(CommunicatingOptimizer):
     def _link(self) -> Worker:
         if self._worker is None:
             raise RuntimeError(
-                "A step must run within fit or ElasticAveraging.run, because only these run the "
-                "server. Received: a step outside of both. Call fit or run(train) on all ranks."
+                "A step must run within fit or ElasticAveraging.run, because only these start "
+                "the server. Received: a step outside of both. Call fit or run(train) on all ranks."
             )
         return self._worker
 
@@ -297,9 +297,9 @@ class ElasticAveraging(CommunicatingOptimizer):
     ) -> None:
         """Trains with a custom loop: workers call `train`, and the server answers their calls.
 
-        All ranks call it together, and start with the server's weights. When it returns, all ranks
-        hold the final global weights. To evaluate or save the global weights in between, call it
-        once per epoch: workers then wait for each other at its end.
+        All ranks must call `run` together, and start with the server's weights. Afterwards, all
+        ranks hold the final global weights. To evaluate or save the global weights in between, call
+        `run` once per epoch; workers then wait for each other at the end of each call.
 
         Args:
           train: Function without arguments that runs a worker's steps.
@@ -411,7 +411,7 @@ class ElasticAveraging(CommunicatingOptimizer):
     def send_state(self) -> None:
         """Sends the optimizer state to the server if steps have changed it since the last time."""
         state, steps = pack(self.sent_variables), int(step_counter(self.inner_optimizer).numpy())
-        # Non-finite values would persist in the server's average. The next exchange logs them.
+        # Non-finite values would persist in the server's average.
         if steps != self._sent_steps and tf.reduce_all(tf.math.is_finite(state)):
             self._link().send_state(self._number, state)
             self._sent_steps = steps

@@ -33,10 +33,10 @@ _CHECK_INTERVAL_S = 1.0
 class Served:
     """Global weights and optimizer state of one optimizer on the server, as float32 vectors.
 
-    An exchange with a worker's weights `x` adds `alpha (x - center)` to the weights. The state is
+    An exchange with a worker's weights `x` adds `alpha (x - center)` to `center`. The state is
     the average of the newest states that workers have sent. When a worker sends a second state, a
     new average starts with this state, so that each worker counts once, and the server stores a
-    single vector. For a while, the average may be one fast worker's state.
+    single vector. The average may then be the state of one fast worker.
     """
 
     def __init__(self, center: tf.Tensor, alpha: float, state: tf.Tensor) -> None:
@@ -91,7 +91,6 @@ class Progress:
     is_idle: bool = False
     is_late: bool = False
     has_ended: bool = False
-    # True after the worker's last call.
     has_left: bool = False
     last_exchange_s: float = field(default_factory=time.monotonic)
 

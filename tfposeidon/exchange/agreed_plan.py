@@ -86,7 +86,7 @@ class Planner:
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
-        """Uses the data that `to_dict` returned earlier; true if later plans change; collective."""
+        """Applies data of an earlier `to_dict`; returns whether later plans change; collective."""
         return False
 
 
@@ -102,7 +102,7 @@ def next_prefix() -> str:
 
 
 class AgreedPlans:
-    """An `Exchanger`, with its plan, for each list of variables that an optimizer is called with.
+    """Holds an `Exchanger` with its plan for each list of variables that `apply` has received.
 
     `exchangers` is in the order of creation. `choose_norms` chooses how layer norms are computed;
     see `parallel_operator`.
@@ -154,7 +154,7 @@ class AgreedPlans:
         return [exchanger for exchanger in self.exchangers.values() if exchanger.prefix]
 
     def plan(self, variables: list[Any], inner_optimizer: Any) -> Plan:
-        """Returns all plans as one, as of the last step; at first, the plan of `variables`."""
+        """Returns all plans of the last step as one, or the plan of `variables` before any step."""
         plans = [self.of_last_step(exchanger) for exchanger in self.agreed_exchangers]
         if not plans:
             plans = [self.exchanger(variables, inner_optimizer).plan]
@@ -169,7 +169,7 @@ class AgreedPlans:
     def agree(
         self, grads: list[Any], variables: list[Any], inner_optimizer: Any, settings: dict[str, Any]
     ) -> None:
-        """Checks while the first step is traced that all ranks agree, and then plans again.
+        """Checks, while the first step is traced, that ranks have equal settings; then plans again.
 
         The new plan uses the structure of gradients in the graph. Later traces do not change the
         plan, because a rank may retrace at any time, while other ranks join no collectives.
@@ -229,7 +229,7 @@ class AgreedPlans:
                 paths = [of_variables.get(reference, own.path) for reference, own in pairs]
                 described = states.describe(paths)
                 yield from zip(itertools.chain(*states.variables), described, strict=True)
-                # Do not identify it by an index: another run may use the lists in another order.
+                # Identify this state by its members: another run may order the lists differently.
                 members = states.members(paths)
                 yield states.rate, StateDescription(name="effective_rate", members=members)
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
@@ -243,7 +243,7 @@ class AgreedPlans:
     def _plan_again(
         self, exchanger: Exchanger, grads: list[Any], replicated: list[Any], steps: int | None
     ) -> None:
-        """Plans again, with the structure of the gradients; accumulated gradients have none."""
+        """Plans again with the structure of the gradients, which accumulated gradients lack."""
         reader, descriptions = self.policy.reader, list(exchanger.plan.descriptions)
         if steps:
             why = f"gradients are accumulated over {steps} steps"
@@ -260,7 +260,7 @@ class AgreedPlans:
             "Pass an explicit `scheme` if ranks have processors that round differently.",
         )
         _check_structures(plan, self.policy)
-        # Retain the exchanger's variables, because TensorFlow retraces a function that creates any.
+        # Create variables outside of the trace: TensorFlow retraces a function that creates any.
         with runtime.variables_outside_trace():
             states = SchemeStates(plan)
         states.take_over(exchanger.states)
@@ -297,7 +297,7 @@ def _key(variables: list[Any]) -> Any:
 
 
 def _check_structures(plan: Plan, policy: Policy) -> None:
-    """Refuses a scheme that exchanges structures if no gradient has one."""
+    """Refuses a scheme that exchanges structures if no gradient has a structure."""
     reader = policy.reader
     if reader is None or plan.structured:
         return

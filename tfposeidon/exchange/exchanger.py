@@ -101,7 +101,7 @@ class Exchanger:
         self.prefix = prefix
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
-        """Groups variables without a gradient by whether any rank had one in the first step."""
+        """Groups indices without gradient by whether any rank had a gradient in the first step."""
         own = [index for index, gradient in enumerate(gradients) if gradient is None]
         were_present = self._present_at_first_step
         groups = [i for i in own if were_present[i]], [i for i in own if not were_present[i]]
@@ -109,7 +109,7 @@ class Exchanger:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Numbers one call, because the names of collectives in a graph must be unique."""
+        """Numbers a call of the optimizer: the names of collectives in a graph must be unique."""
         graph = tf.compat.v1.get_default_graph()
         # Names of eager collectives need not be unique.
         number = 0 if tf.executing_eagerly() else self._calls.get(graph, 0)
@@ -137,7 +137,7 @@ class Exchanger:
             has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
             flags = tf.constant([float(has_batch), *has_gradient]) + unknown
             mine = tf.concat([(tf.cast(count, tf.float32) + unknown)[tf.newaxis], flags], 0)
-            # The scale of `AllReduce`, because Horovod only fuses all-reduces of equal scale.
+            # Use the scale of `AllReduce`, because Horovod only fuses all-reduces of equal scale.
             scale = 1.0 / ranks if with_means else 1.0
             found = self.wire.all_reduce(mine, world, name, scale=scale)
             found = tf.round(ranks * found) if with_means else found
@@ -146,7 +146,7 @@ class Exchanger:
             return Presence(found[0], ranks - found[1], found[2:])
 
     def equal_share(self, gradients: Sequence[Any]) -> Share:
-        """Returns this rank's share if all ranks have equally many samples, without counting."""
+        """Returns this rank's `Share` without counting, if all ranks have equally many samples."""
         for gradient, path in zip(gradients, self.plan.paths, strict=True):
             if gradient is None:
                 raise ValueError(
@@ -166,6 +166,8 @@ class Exchanger:
         size = self.wire.topology.size
         if self.plan.structured or size == 1:
             # Structures may need exact weights before they are sent; one rank waits for no other.
+            # Readers expect gradients of all ranks with a batch.
+            has_batch = has_batch and (size == 1 or any(one is not None for one in gradients))
             presence = self.presence(gradients, 1.0 if count is None else count, has_batch)
             if count is None or not has_batch:
                 return Share(presence)
@@ -198,13 +200,13 @@ class Exchanger:
             world, name = self.wire.topology.world, f"{self.prefix}.all_samples"
             counts = self.wire.all_gather(count[tf.newaxis], world, name)
             are_equal = tf.reduce_all(counts == counts[0]) & (counts[0] > 0.0)
-            # Steps compare their own product with the total, and a sum may be rounded differently.
+            # Return a product: steps compare products with it, and a sum may round differently.
             return tf.where(are_equal, count * world.size, tf.reduce_sum(counts)), are_equal
 
     def join_call(
         self, count: Any, finite: Any, has_batch: bool = True
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Compares one call that accumulates gradients, with one small all-reduce.
+        """Exchanges the counts of a call that accumulates gradients, with one small all-reduce.
 
         Returns this rank's weight, whether gradients are finite on all ranks with samples, and the
         number of ranks with exhausted input.
@@ -228,7 +230,7 @@ class Exchanger:
         rescale: tf.Tensor | None = None,
         buckets: Collection[int] | None = None,
     ) -> Exchanged:
-        """Exchanges `buckets`, by default all."""
+        """Exchanges the gradients of the buckets with the indices `buckets`, by default all."""
         packed: dict[int, tf.Tensor] = {}
         found: dict[int, tuple[tf.Tensor, State]] = {}
         sizes: dict[int, tf.Tensor] = {}

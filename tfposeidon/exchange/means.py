@@ -1,10 +1,10 @@
 """Applies averaged gradients, if the participation of all ranks in the step permits it.
 
-The weight of a rank is its share of all samples. To wait for their total number would take as long
-as a small step. Ranks therefore expect as many samples as in the last step, and report in the same
-Horovod cycle as the first bucket whether they had that many; see `Exchanger.share`. A rank with
-exhausted input joins the exchanges with zeros, because collectives need all ranks. All ranks must
-decide alike whether they apply an update, or replicas would diverge.
+The weight of a rank is its share of all samples. Waiting for the total number of samples would take
+as long as a small step. Ranks therefore expect as many samples as in the last step, and report in
+the same Horovod cycle as the first bucket whether the number is as expected; see `Exchanger.share`.
+A rank with exhausted input joins exchanges with zeros, because collectives need all ranks. All
+ranks must decide alike whether they apply an update, or replicas would diverge.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Apply = Callable[[list[Any]], None]
 """Applies a list of averaged gradients, one per variable, with `None` for variables to skip."""
 
 Join = Callable[[bool], bool]
-"""Joins the next exchange, eagerly or as a graph; returns true once none of its ranks has data."""
+"""Joins the next exchange, eagerly or as a graph; returns true once no rank has data."""
 
 
 class Presence(NamedTuple):
@@ -64,7 +64,7 @@ class Expectation(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Participation of ranks in a step, and this rank's weight; `None` means 1.
+    """Participation of ranks in a step, and this rank's weight; a weight of `None` means 1.
 
     The weight is exact if there is no `expectation`.
     """
@@ -132,7 +132,7 @@ class Means:
         found = tf.gather(self.present, group)
         without = [None if index in group else value for index, value in enumerate(values)]
 
-        # Use a branch per group, not per variable: each branch traces the remaining ones again.
+        # Use a branch per group, not per variable: each branch traces the remaining groups again.
         def with_group() -> None:
             rule = (
                 "Variables without a gradient on this rank must either all have one on other "

@@ -1,8 +1,7 @@
 """Computes a part of a result on each rank, and gathers all parts: the parallel tensor operator.
 
-Layer-wise optimizers need the norms of all layers on all ranks. To compute only a share on each
-rank saves time, but the all-gather of the norms takes time, so `parallel="auto"` measures both
-methods.
+Layer-wise optimizers need the norms of all layers on all ranks. Computing only a share on each rank
+saves time, but the all-gather of the norms takes time, so `parallel="auto"` measures both methods.
 
 Source: Shi et al. 2021 (CommLib), section 4.2.
 """
@@ -35,7 +34,7 @@ ROUNDS = 7
 """Number of measurements of each method, including the first, which traces and is discarded."""
 
 
-# Horovod matches collectives by name; all ranks call the operator equally often.
+# Number the calls, because Horovod matches collectives by name. All ranks call equally often.
 _numbers = itertools.count()
 
 
@@ -167,8 +166,8 @@ def _agreed(everybody: list[dict[str, Any]]) -> tuple[str, list[int]]:
     for rank, other in enumerate(everybody):
         if other["error"] is not None:
             raise RuntimeError(
-                "The function of a parallel tensor operator must not fail on any rank. Received on "
-                f"rank {rank}: {other['error']}"
+                "A parallel tensor operator must not fail on any rank: correct the tensors or the "
+                f"function of the rank that failed. Received on rank {rank}: {other['error']}"
             )
     require_equal(
         [other["tensors"] for other in everybody],
@@ -216,7 +215,7 @@ def parallel_norms(wire: Wire, name: str) -> Norms:
 
 
 class NormMethod(NamedTuple):
-    """Function for `override_norms`, or `None` without norms; remark for the plan, or `""`."""
+    """Function for `override_norms` (`None` without norms), and remark for the plan (or `""`)."""
 
     norms: Norms | None = None
     note: str = ""
@@ -225,8 +224,8 @@ class NormMethod(NamedTuple):
 def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: str) -> NormMethod:
     """Chooses how to compute a layer-wise optimizer's norms, when a step is first traced.
 
-    With `parallel="auto"`, it times both methods, for a few milliseconds each. Ranks must have
-    agreed on the variables and on `norm_settings`.
+    With `parallel="auto"`, this function times both methods, for a few milliseconds each. Ranks
+    must have agreed on the variables and on `norm_settings`.
     """
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer) or wire.topology.size == 1:
@@ -267,7 +266,7 @@ def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:
-    """Times local and parallel norms, in seconds of the slowest rank: all ranks choose alike."""
+    """Returns the slowest rank's seconds for local and parallel norms: all ranks choose alike."""
     if not layers:
         return 0.0, 0.0
     # Measure now, outside of the traced graph.

@@ -2,7 +2,7 @@
 
 Each rank makes its plan independently, and all plans must be equal. Therefore no decision may
 depend on data that differs between ranks, and no order may come from a set. This module also
-refuses plans that the inner optimizer does not support, and gives advice on unsuitable ones.
+refuses plans that the inner optimizer does not support, and gives advice on unsuitable plans.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class Bucket:
         return total_cost(stages, topology)
 
     def sized(self, size: float, policy: Policy, topology: Topology) -> Bucket:
-        """Returns the bucket of a step in which its structures on all ranks have a total `size`."""
+        """Returns the bucket of a step in which the structures of all ranks have a total `size`."""
         if not self.structures or not size:
             return self
         of_each = size / len(self.members) / topology.size
         known = tuple(d.sized(of_each) for d in self.descriptions)
-        # Choose again only without a planner, whose choices do not depend on the size.
+        # Choose again only without a planner, because choices of planners ignore the size.
         again = tuple(_choose(policy, d, topology) for d in known) if policy.is_fixed else ()
         return replace(self, descriptions=known, choices=again or self.choices).fitted(topology)
 
@@ -326,7 +326,7 @@ def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
 
 
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
-    """Returns the policy's choice, or another scheme if the variable is unsuitable for it."""
+    """Returns the policy's choice, or another scheme if its scheme does not suit the variable."""
     if description.is_value:
         return Choice(Largest(), "replaces the value of the variable")
     choice = policy.choose(description, topology)

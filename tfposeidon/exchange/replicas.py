@@ -47,7 +47,7 @@ def check_same_variables(received: Sequence[list[list[Any]]]) -> None:
 def first_different_variable(
     first: list[list[Any]], other: list[list[Any]]
 ) -> tuple[int, str, str] | None:
-    """Returns the first difference, index and both variables as text, if there is one."""
+    """Returns the index of the first difference, and both variables as text; `None` if equal."""
     other = _renamed(first, other)
     return None if first == other else first_difference(first, other, _readable)
 
@@ -89,7 +89,7 @@ def describe_any(variables: Sequence[Any]) -> list[Description]:
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
     """Assigns the values of `root_rank` on every rank; collective.
 
-    Raises if the variables differ between ranks. Seeds receive a different value on each rank.
+    Raises an error if ranks have different variables. Seeds receive a different value on each rank.
     """
     if wire.topology.size == 1:
         return
@@ -204,7 +204,7 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 def differences(
     variables: Sequence[Any], arrays: Mapping[str, np.ndarray], wire: Wire
 ) -> dict[str, list[int]]:
-    """Finds values that are not bit-equal on all ranks, and the ranks that differ from rank 0."""
+    """Returns the ranks that differ from rank 0, by path of each value that is not bit-equal."""
     # Identify variables by index, because their paths may differ between ranks.
     paths = {str(index): path_of(variable) for index, variable in enumerate(variables)}
     mine = dict(zip([*paths, *arrays], checksums([*variables, *arrays.values()]), strict=True))

@@ -75,8 +75,8 @@ class SchemeStates:
     def rescale(self, rate: tf.Tensor) -> tf.Tensor:
         """Returns the factor that compensates residuals for a change of the effective rate.
 
-        Otherwise, a residual that is computed at one rate and sent at another would be multiplied
-        by the ratio of the rates. The factor is 1 if either rate is 0.
+        Without this factor, a residual that is computed at one rate and sent at another would be
+        multiplied by the ratio of the rates. The factor is 1 if either rate is 0.
         """
         known = tf.logical_and(self.rate > 0.0, rate > 0.0)
         return tf.where(known, tf.math.divide_no_nan(self.rate.read_value(), rate), 1.0)

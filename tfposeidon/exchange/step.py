@@ -93,7 +93,7 @@ class Step:
 
     @contextlib.contextmanager
     def call(self, gradients: list[Any], variables: list[Any], count: Any) -> Iterator[None]:
-        """Enters one call of the optimizer, in which all of its exchanges happen."""
+        """Returns a context for one call of the optimizer, which contains all of its exchanges."""
         if not self._exchanges(variables):
             yield
             return
@@ -124,7 +124,7 @@ class Step:
     def prepare(
         self, gradients: list[Any], variables: list[Any], count: Any
     ) -> tuple[Callable[[], Exchanged], Callable[[list[Any], list[State]], Means]]:
-        """Returns a function that exchanges gradients, and one from its results to averages."""
+        """Returns functions: one exchanges gradients, and the other makes `Means` of its result."""
         if not self._exchanges(variables):
             return lambda: (with_merged_rows(gradients), []), lambda values, _: Means(values)
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
@@ -288,7 +288,15 @@ class BatchCount:
     @contextlib.contextmanager
     def counting(self, data: Any) -> Iterator[None]:
         """Makes `apply` weight this rank by the count of `data` within this context."""
-        count = sample_counts.counted(self.function or sample_counts.batch_size, data)
+        with self._setting(sample_counts.counted(self.function or sample_counts.batch_size, data)):
+            yield
+
+    def counting_none(self) -> contextlib.AbstractContextManager[None]:
+        """Makes `apply` average gradients without any samples of this rank within this context."""
+        return self._setting(tf.zeros([], tf.int32))
+
+    @contextlib.contextmanager
+    def _setting(self, count: Any) -> Iterator[None]:
         self.current, previous = count, self.current
         try:
             yield
@@ -316,7 +324,7 @@ class Absence:
     def watch(self, wanted: bool) -> None:
         """Sets whether later traced steps skip updates if a rank's input is exhausted."""
         self.is_watched = wanted
-        # Discard the number of ranks from an interrupted `fit`.
+        # Discard the number of absent ranks of an interrupted `fit`.
         self.forget()
 
     @property
@@ -326,7 +334,7 @@ class Absence:
         return int(absent), int(complete)
 
     def forget(self) -> None:
-        """Resets the number of ranks for another epoch, in which no rank's input is exhausted."""
+        """Resets the number of absent ranks before another epoch."""
         if self._counts is not None:
             self._counts.assign([0, self.counts[1]])
 

@@ -1,7 +1,7 @@
 """Provides base classes of schemes that exchange sufficient factors.
 
-Ranks first sum their numbers of batch rows, because a scheme may choose by the sum how to send the
-rows. They then exchange the rows.
+Ranks first sum their numbers of batch rows, because some schemes choose by this sum how to send the
+rows. Ranks then exchange the rows.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tfposeidon.schemes.stages import Cost, Stage, renamed, total_cost
 
 
 class SchemeOfFactors(Scheme):
-    """Stateless scheme whose input is the factors of gradients; it may send their products."""
+    """Stateless scheme that receives factors, and sends the factors or their products."""
 
     reader: ClassVar[FactorReader] = FactorReader()
 
     @override
     def refusal(self, description: Description) -> str:
-        # Check only the shape, because the factors are unknown before the first step.
+        # Before the first step, factors are unknown, so only the shape can be checked.
         if len(description.shape) < 2:
             return f"not a matrix, as {self.name} requires"
         why = description.why_no_structure
@@ -42,7 +42,7 @@ class SchemeOfFactors(Scheme):
     ) -> tf.Tensor:
         """Averages a bucket's products over all ranks, and concatenates them.
 
-        `rows` is the number of the bucket's batch rows on all ranks, a float32 scalar.
+        `rows` is the bucket's number of batch rows, summed over all ranks, a float32 scalar.
         """
 
     @override
@@ -129,8 +129,8 @@ class FactorScheme(SchemeOfFactors):
           topology: Topology of the job.
 
         Returns:
-          Transfers and local work, in their order; transfers have the names that `exchange_factors`
-          gives them.
+          Transfers and local work in the order of execution. Each transfer has the name of its
+          collective in `exchange_factors`.
         """
 
     def factor_cost(self, factors: FactorShape, topology: Topology) -> Cost:
@@ -168,13 +168,13 @@ def _summed_rows(
     factors: Sequence[FactorPair], weight: tf.Tensor | None, wire: Wire, name: str, zero: Zeros
 ) -> tf.Tensor:
     # Wait for activations and the weight even if shapes are static, because a rank that has just
-    # exhausted its iterator must not count. Activations are known in the forward pass, so the sum
-    # is usually ready before the first gradient. Sum on the CPU, because branching on a GPU tensor
-    # would wait for the GPU.
+    # exhausted its iterator must not join the sum. The forward pass computes the activations, so
+    # the sum is usually ready before the first gradient. Sum on the CPU, because branching on a GPU
+    # tensor would wait for the GPU.
     after = [*(one.left for one in factors), *([] if weight is None else [weight])]
     with tf.device("/CPU:0"), tf.control_dependencies(after):
         mine = tf.cast(tf.add_n([tf.shape(one.left)[0] for one in factors]), tf.float32)
-        # Add a variable: static shapes are constants, and collectives must not receive constants.
+        # Add a variable, because static shapes are constants, which collectives must not receive.
         mine += zero["float32"].read_value()
         return wire.all_reduce(mine[tf.newaxis], wire.topology.world, f"{name}.rows")[0]
 

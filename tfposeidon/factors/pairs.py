@@ -1,4 +1,4 @@
-"""Represents a gradient by its sufficient factors: two thin matrices with the gradient as product.
+"""Represents a gradient by its sufficient factors: two thin matrices whose product is the gradient.
 
 The gradient of an embedding is the product of one-hot rows and values. Ranks send the one-hot rows
 as their indices.
@@ -18,8 +18,8 @@ from typing_extensions import override
 from tfposeidon.gradients import Description, merge_rows
 from tfposeidon.schemes.stages import Work
 
-# Messages of 16-bit factors have two more columns for the rank's weight: a high and a low part.
-# Rounding a single part would bias the average.
+# Messages of 16-bit factors have two more columns for the rank's weight, a high and a low part,
+# because a weight that is rounded to 16 bits would bias the average.
 _WEIGHT_COLUMNS = 2
 
 
@@ -54,7 +54,7 @@ class FactorShape:
 
     @property
     def left_columns(self) -> int:
-        """Number of values sent per left row: M, or as many as hold a 32-bit index."""
+        """Number of values sent per left row: M, or the number that a 32-bit index occupies."""
         return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
@@ -74,7 +74,7 @@ class FactorShape:
         return self.rows is not None
 
     def sized(self, size: float | None) -> FactorShape:
-        """Returns the shape with `size` as its number of batch rows; `None` if it is unknown."""
+        """Returns the shape with `size` batch rows; `None` is an unknown number."""
         return replace(self, rows=size)
 
     def multiplication(self, ranks: int) -> Work:
@@ -111,8 +111,8 @@ class FactorPair:
       local: Term that depends on variables alone, such as a regularizer's gradient, and is
         therefore the same on all ranks; in the variable's shape and dtype, or `None`.
       constants: Digest of the graph's constants in `local`, which ranks compare.
-      weight: Scale of the product of 16-bit factors, a float32 scalar. Wider factors are scaled
-        immediately.
+      weight: Scale of the product of 16-bit factors, a float32 scalar. For wider factors,
+        `weighted` scales the right matrix instead.
 
     >>> factors = FactorPair(tf.constant([[1.0, 2.0]]), tf.constant([[3.0, 4.0]]))
     >>> factors.own_product.numpy().tolist()
@@ -184,9 +184,9 @@ class FactorPair:
         return tf.linalg.matmul(tf.cast(left, right.dtype), right, transpose_a=True)
 
     def weighted(self, weight: tf.Tensor) -> FactorPair:
-        """Returns factors with a scaled product and the same local term; `weight` is a scalar."""
-        # Ignore gradients of empty batches, which may be NaN: multiply by 0 or 1, and 0 times NaN
-        # is 0 here. Indices remain as they are, because their values are zeros.
+        """Returns factors with a scaled product and the same local term; `weight` is the scale."""
+        # Multiply by 0 or 1 first, because gradients of empty batches may be NaN, and here 0 times
+        # NaN is 0. Indices need no change, because the values that belong to them become zeros.
         left, right = (
             tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype))
             if tensor.dtype.is_floating
@@ -220,7 +220,7 @@ class Rows(FactorPair):
     @property
     @override
     def packed(self) -> tf.Tensor:
-        """Message of indices, bit-cast to the values' dtype, and values, summed for each index."""
+        """Message of indices, bit-cast to the dtype of values, and the summed values of each."""
         rows = merge_rows(tf.IndexedSlices(self.right, self.left))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
         bits = tf.bitcast(tf.cast(rows.indices, _index_dtype(self.right.dtype)), self.right.dtype)

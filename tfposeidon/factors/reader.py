@@ -1,8 +1,8 @@
 """Reads sufficient factors from the graph of a step, and agrees on them with other ranks.
 
 If a kernel is multiplied with K rows, its gradient is `left^T right`, where `left` is K x M and
-`right` is K x N. In graph mode, the gradient refers to the op that multiplied them. The inputs of
-that op are the factors. TensorFlow prunes the product itself if it has no other use. Gradients are
+`right` is K x N. In graph mode, the gradient refers to the op that computes this product, and the
+inputs of the op are the factors. TensorFlow prunes the op if it has no other use. Gradients are
 sent dense if their factors are uncertain. A gradient is sent as factors only if all ranks find
 factors of equal shape, and later traces must follow that agreement.
 
@@ -92,7 +92,7 @@ def _terms(tensor: tf.Tensor) -> tuple[list[FactorPair], list[tf.Tensor]]:
 
 
 def _source(tensor: tf.Tensor) -> tf.Operation:
-    """Returns the op that computed a tensor, before ops that only change its dtype or shape."""
+    """Returns the op that computed a tensor, and skips ops that only change its dtype or shape."""
     op = tensor.op
     while op.type in ("Identity", "Reshape", "Cast", "ExpandDims", "Squeeze"):
         if op.type == "Cast" and not op.inputs[0].dtype.is_floating:
@@ -110,8 +110,8 @@ def _product(op: tf.Operation) -> FactorPair | None:
         )
     if op.type == "Transpose" and _permutation(op.inputs[1]) == [1, 0]:
         inner = _product(_source(op.inputs[0]))
-        # Accept only a transposition of the product itself: a reshape in between would swap other
-        # axes.
+        # Accept only a transposition of the product itself, because a reshape in between would swap
+        # other axes.
         known = inner and [inner.left.shape[1], inner.right.shape[1]] == op.inputs[0].shape
         return replace(inner, left=inner.right, right=inner.left) if inner and known else None
     if op.type == "Sum":
@@ -143,8 +143,8 @@ def _is_over_batch(axes: tf.Tensor, rank: int | None) -> bool:
     """Returns whether a sum is over all dimensions of a batch of matrices."""
     if rank is None:
         return False
-    # TensorFlow sums the gradient of a matrix that multiplies a batch over the dimensions that this
-    # op computes from the batch shapes. These are all batch dimensions if the sum has no more
+    # If a matrix multiplies a batch, TensorFlow sums its gradient over the dimensions that this op
+    # computes from the shapes. The dimensions are all batch dimensions if the sum has no more
     # elements than one product, which `factors_of` checks.
     if axes.op.type == "BroadcastGradientArgs":
         sizes = [shape.shape[0] for shape in axes.op.inputs]
@@ -187,7 +187,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collectio
 
 
 def _captured(tensor: tf.Tensor) -> Any:
-    """Returns what a function's input captures, from outside of all nested functions."""
+    """Returns the tensor outside of all nested functions that a function's input captures."""
     # An eager tensor is outside of all functions, and raises on access to `op`.
     if isinstance(tensor, tf.__internal__.EagerTensor) or tensor.op.type != "Placeholder":
         return tensor
@@ -205,7 +205,7 @@ class FactorReader:
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Found]:
-        """Returns the shape of each gradient's factors, or the reason for none, for JSON."""
+        """Returns the shape of each gradient's factors, or why it has none, as values for JSON."""
         pairs = zip(gradients, descriptions, strict=True)
         found = [_factors_or_reason(g, d, replicated) for g, d in pairs]
         return [
@@ -252,7 +252,7 @@ class FactorReader:
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
         """Makes a step fail if ranks disagree on whether a regularized variable has a gradient."""
-        # Each rank adds the regularizer's gradient itself, and reads it from its own gradient.
+        # Each rank adds the regularizer's gradient, which it can read only from its own gradient.
         for member, description in structured.items():
             if shape_of(description).has_local:
                 rule = (
@@ -269,7 +269,7 @@ class FactorReader:
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> tf.Tensor:
-        """Returns each gradient's number of batch rows, even if sent dense; `[variables]`."""
+        """Returns the number of batch rows of each gradient, even of dense ones; `[variables]`."""
         found = [
             "" if g is None or not d.structure else _factors_or_reason(g, d, replicated)
             for g, d in zip(gradients, descriptions, strict=True)
@@ -283,7 +283,7 @@ class FactorReader:
         count, value = round(shape.rows or 0), tf.cast(values[0], shape.dtype)
         right = tf.fill([count, shape.right], value)
         if shape.indexed:
-            # Scatter the rows over the table, as those of tokens are.
+            # Scatter the rows over the table, like the rows of tokens in a text.
             return Rows(tf.range(count) * 40_503 % shape.left, right, table=shape.left)
         return FactorPair(tf.fill([count, shape.left], value), right)
 
@@ -326,7 +326,7 @@ def _taken(gradient: Any, description: Description, replicated: Collection[Any])
     if agreed.has_local:
         raise ValueError(
             "A regularized variable must have factors in all traces of the step, or in none. "
-            f"Received: {description.path!r}, which had factors in the first trace: {reason}. "
+            f"Received: {description.path!r}, changed since the first trace, because {reason}. "
             'Select another scheme for it by a rule, such as ("kernel", "ps").'
         )
     log.warning(

@@ -1,7 +1,7 @@
 """Sends two thin matrices instead of their product (sufficient factor broadcasting).
 
-`Factors` sends all batch rows, and `ByRows` chooses between two schemes by their number. The policy
-`hybcomm` sends factors if they have fewer bytes, and otherwise uses `ParameterServer`.
+`Factors` sends all batch rows, and `ByRows` chooses between two schemes by the number of rows. The
+policy `hybcomm` sends factors if they have fewer bytes, and otherwise uses `ParameterServer`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tfposeidon.text import readable_size
 class Factors(FactorScheme):
     """Gathers every rank's sufficient factors and multiplies them once (SFB of Poseidon).
 
-    Factors are gathered across nodes first, among the ranks at one position, then in the node.
+    Ranks with the same position in their nodes gather factors first, and then the ranks of a node.
     Ranks may have different numbers of batch rows. In the node, the ranks' products are summed
     instead if that sends fewer bytes; the plan shows the choice.
 
@@ -112,7 +112,7 @@ class Factors(FactorScheme):
         return made
 
     def _groups(self, topology: Topology) -> tuple[dict[str, Group], bool]:
-        """Returns the groups that gather factors, by stage, and whether nodes sum products then."""
+        """Returns the groups that gather factors, by stage, and whether nodes then sum products."""
         if topology.across is None or _is_uneven(topology):
             return {"gather": topology.world}, False
         # Gather across nodes first, while each rank holds only its own rows. After gathering in the
@@ -200,7 +200,6 @@ class ByRows(SchemeOfFactors):
             products = [tf.cast(one.own_product, dtype) for one in factors]
             return self.many.exchange(tf.concat(products, 0), (), wire, name)[0]
 
-        # `rows` is an all-reduced sum, so every rank takes the same branch.
         return tf.cond(rows <= self.limit * len(factors), few, many)
 
 

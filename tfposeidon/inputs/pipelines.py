@@ -39,7 +39,7 @@ _SELECTING = {
     *("Filter", "FlatMap", "Unbatch"),
     *("Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
 }
-# These steps order, repeat, batch or store elements, and do the same in a share.
+# These steps order, repeat, batch or store elements, and act on a share as on all elements.
 _GROUPING = {
     *("Shuffle", "Repeat", "Batch", "ParallelBatch", "PaddedBatch", "Cache", "GroupByWindow"),
 }
@@ -52,7 +52,7 @@ _BY_POSITION = {
 }
 # Results of these steps may differ between ranks if their function calls Python.
 _WITH_FUNCTION = {"Map", "ParallelMap", "Filter"}
-# In a function or a dataset without steps, these ops may have another order on each rank.
+# In a function, or in a dataset with hidden steps, these ops may have another order on each rank.
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 
 
@@ -143,7 +143,7 @@ def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
 
 
 def chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """Returns the steps of a dataset, beginning with its source or last step of several inputs."""
+    """Returns the steps of a dataset from its source, or from its last step with several inputs."""
     steps = [_unwrapped(dataset)]
     while len(inputs := steps[0]._inputs()) == 1:
         steps.insert(0, _unwrapped(inputs[0]))
@@ -168,7 +168,7 @@ def groups(step: tf.data.Dataset) -> bool:
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
     """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Other steps depend on the positions or the number of all elements: the slice follows them.
+    # Other steps depend on the positions or the number of all elements, so slice after them.
     whole = [i for i, step in enumerate(steps) if i and _step_kind(step) not in _APPLICABLE]
     start = whole[-1] if whole else 0
     if start >= end:
@@ -203,7 +203,7 @@ def is_share(dataset: tf.data.Dataset) -> bool:
 
 
 def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> int:
-    """Returns the first position with equal shares, or of a list of at least `size` files."""
+    """Returns the index of the first step with equal shares, or with `size` files to read."""
     position = start
     for index in range(start + 1, end):
         if groups(steps[index]):
@@ -261,7 +261,7 @@ def _deterministic(step: tf.data.Dataset) -> str | None:
 
 
 def nodes_of_step(step: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the `NodeDef` of each op in a step's functions, or in a dataset without steps."""
+    """Yields the `NodeDef` of each op in a step's functions, or in a dataset with hidden steps."""
     definitions = [one.function.graph.as_graph_def() for one in step._functions()]
     if _step_kind(step) == "Variant":
         definitions.append(serialized(step))

@@ -23,7 +23,7 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
 
     Call it on every rank with the same data, in the same order. Shares differ by at most one
     sample, or by one batch if `data` yields batches. If some ranks have one batch more than others,
-    `fit` ends the epoch without it. `batch_size` stays the batch size of a rank.
+    the others take part in this step without samples. `batch_size` is the batch size of a rank.
 
     A `tf.data.Dataset` is shared before its first shuffle, `batch` or `repeat`. If its source is a
     list of files, at least one for each rank, each rank reads every `size`-th file, and shares

@@ -61,7 +61,7 @@ class Accelerator:
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Identity layer with real parameters, whose forward and backward pass take `times` seconds.
+    """Identity layer with real parameters, whose two passes take the seconds in `times`.
 
     `first` marks the first layer of a model, which starts a step.
     """
@@ -104,7 +104,7 @@ class EmulatedLayer(keras.layers.Layer):
         rows = batch * self._layer.rows
         if not rows:
             return self._accelerator.values(self._layer.kernel, offset)
-        # Compute a real product, because the exchange finds factors at the op that multiplies them.
+        # Compute a real product, because the exchange reads the factors from the op's inputs.
         factors = (self._accelerator.values((rows, n), offset) for n in self._layer.kernel)
         return tf.matmul(*factors, transpose_a=True)
 
@@ -114,7 +114,7 @@ def emulated_model(
 ) -> keras.Model:
     """Returns a Keras model with the parameters and the timing of `model`.
 
-    Its input and output are `[batch, 1]`, and any data and loss are suitable. Embeddings have dense
+    Input and output are `[batch, 1]`, and any data and loss are suitable. Embeddings have dense
     gradients, as in models whose logits share the embedding. `dilation` multiplies all times: use
     it on a machine that is too slow, with links that are slower by the same factor. Each rank
     should have its own `seed`.

@@ -1,7 +1,7 @@
 """Describes models and emulates the time and the gradients of an accelerator, for any framework.
 
-A model is a list of layers with the shapes and FLOPs of a paper, and the time of its step there.
-`accelerator` makes Keras models of it, and workers of the benchmarks PyTorch and JAX models.
+A model is a list of layers with the shapes, the FLOPs and the step time that a paper reports.
+`accelerator` makes Keras models of such lists, and the benchmarks make PyTorch and JAX models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from tfposeidon import checks
 
-if TYPE_CHECKING:  # `install` starts without NumPy.
+if TYPE_CHECKING:  # `install` runs before NumPy is installed.
     import numpy as np
     from numpy.typing import NDArray
 
@@ -71,13 +71,13 @@ def divided(length: int, factor: float) -> int:
 
 
 def convolution(name: str, kernel: tuple[int, ...], side: int, vectors: int = 1) -> Layer:
-    """Returns a layer with an output of `side` x `side`."""
+    """Returns a convolution with an output of `side` x `side`."""
     flops = 2 * math.prod(kernel) * side**2
     return Layer(name=name, kernel=kernel, vector_count=vectors, flops=flops)
 
 
 def classifier(*widths: int) -> Iterator[Layer]:
-    """Yields dense layers."""
+    """Yields dense layers, each from one of the widths to the next."""
     for number, kernel in enumerate(pairwise(widths), 1):
         yield Layer(name=f"dense{number}", kernel=kernel, flops=2 * math.prod(kernel), rows=1)
 

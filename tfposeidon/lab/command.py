@@ -94,7 +94,7 @@ class Cluster:
         if self.jitter > self.rtt / 2:
             raise ValueError(
                 "`--jitter` must not exceed half of `--rtt`, the time of one direction. Received: "
-                f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms"
+                f"jitter {self.jitter * 1e3:g} ms, rtt {self.rtt * 1e3:g} ms. Increase `--rtt`."
             )
         checks.check_number("--loss", self.loss, checks.BELOW_1, "Use less than 100%.")
         for node in self.slow:
@@ -113,7 +113,8 @@ class Cluster:
         count = self.nodes if what == "node" else self.size
         if not 0 <= number < count:
             raise ValueError(
-                f"`{option}` must name a {what} in 0..{count - 1}. Received: {what} {number}"
+                f"`{option}` must name a {what} in 0..{count - 1}. Received: {what} {number}. "
+                "Pass another number, or increase `--nodes` or `--per-node`."
             )
 
     def __str__(self) -> str:
@@ -238,7 +239,8 @@ def main(options: argparse.Namespace) -> int:
         path = options.report
         if path and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
             raise ValueError(
-                f"`--report` must name a file in a writable directory. Received: {path}"
+                f"`--report` must name a file in a writable directory. Received: {path}. Pass "
+                "the path of a file in another directory, or create the directory."
             )
         check_machine(cluster, options.rank_memory)
         return run_inside(options.arguments)
@@ -267,7 +269,7 @@ def read_request(options: argparse.Namespace) -> tuple[Cluster, list[Fault], lis
 
 def check_machine(cluster: Cluster, rank_memory: str = RANK_MEMORY) -> None:
     """Raises `ValueError` if this machine has too little memory for all ranks."""
-    # Check the memory now: the kernel would kill ranks that do not fit one by one, minutes later.
+    # Check the memory now, because the kernel would kill single ranks minutes later.
     rank_bytes, free_bytes = parse_size(rank_memory), available_memory()
     if cluster.size * rank_bytes > free_bytes:
         raise ValueError(
@@ -339,7 +341,7 @@ def namespaces() -> tuple[str, ...]:
     raise UnavailableError(
         "the lab needs network namespaces, as root or through user namespaces. Tried:\n"
         f"{''.join(errors)}"
-        "Run it with sudo, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-        "kernel.apparmor_restrict_unprivileged_userns=0); a container needs --privileged. The "
-        "kernel needs veth, bridge and sch_tbf."
+        "Run the lab with sudo, or allow user namespaces (sysctl "
+        "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0); a "
+        "container needs --privileged. The kernel needs veth, bridge and sch_tbf."
     )

@@ -79,7 +79,7 @@ class DelayLine:
 def start(
     node_devices: Sequence[str], switch_devices: Sequence[str], line: DelayLine
 ) -> subprocess.Popen[str]:
-    """Starts a process that creates TAP devices in this namespace, and forwards frames for ever."""
+    """Starts a process that creates TAP devices in this namespace, and forwards frames forever."""
     argument = json.dumps({"nodes": node_devices, "switch": switch_devices, "line": asdict(line)})
     command = [*python("tfposeidon.lab.delay_line"), argument]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -3,9 +3,9 @@
   python -m tfposeidon demo
 
 The demo trains a model in the lab, on emulated nodes with slow links between them: with Horovod's
-all-reduce, with the plan that `auto` chooses, with a lossless scheme and with a sparse scheme. It
-takes two minutes. It requires Linux with iproute2, as root or with user namespaces; elsewhere, it
-prints the reason and exits with status 0.
+all-reduce, with the plan that `auto` chooses, with a lossless scheme and with a sparse scheme. The
+demo takes two minutes. It requires Linux with iproute2, as root or with user namespaces. Elsewhere,
+the demo prints the reason and exits with status 0.
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ def rows(found: Mapping[str, Measured]) -> list[tuple[str, ...]]:
         ("scheme", "step time", "sent per rank to other nodes", "speedup")
     ]
     for scheme, one in found.items():
-        # Use one unit for all rows, so that they are easy to compare.
         sent = f"{one.sent_bytes / 1e6:.2f} MB"
         speedup = f"{baseline_s / one.step_s:.1f}"
         rows.append((LABELS[scheme], f"{1e3 * one.step_s:.0f} ms", sent, speedup))
@@ -215,8 +214,8 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
         on_epoch_end=stop,
         on_train_batch_end=lambda _, logs: seen.append((time.perf_counter(), payload_bytes())),
     )
-    # Announce a long training, but run only two epochs: `auto` retraces a step only if the
-    # remaining epochs repay the time.
+    # Announce a long training, but run only two epochs, because `auto` retraces a step only if the
+    # remaining epochs save more time than the trace takes.
     model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
     own_steps_s, own_bytes = np.diff(seen, axis=0)[-steps:].T
     wire = runtime.wire()

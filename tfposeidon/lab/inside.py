@@ -73,7 +73,10 @@ class Job(Runner):
         line = self._network.line
         while line is None or line.poll() is None:
             await asyncio.sleep(WATCH_INTERVAL_S)
-        raise UnavailableError(f"the process that delays packets exited with {line.returncode}")
+        raise UnavailableError(
+            "the process that delays packets must run until the job ends. Received: exit status "
+            f"{line.returncode}. Run the lab again, or omit --rtt, --jitter and --loss."
+        )
 
     def report(self, command: list[str]) -> Report:
         """Returns the report of the ended job; its network must still exist."""

@@ -25,8 +25,8 @@ INTERFACE = "eth0"
 # The interface counts these headers of each packet: Ethernet, IP, and TCP with time stamps.
 HEADER_BYTES = 66
 BURST_S = 0.001
-# The smallest burst holds two Ethernet frames: a token bucket smaller than one frame would block
-# all packets.
+# The smallest burst holds two Ethernet frames, because a token bucket smaller than one frame would
+# block all packets.
 SMALLEST_BURST_BYTES = 3200
 QUEUE_S = 0.05
 SMALLEST_QUEUE_BYTES = 2**24
@@ -102,7 +102,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes and links of a cluster while they exist; `network()` creates it.
+    """Nodes and links of a running cluster, which `network()` creates.
 
     `holders` are the processes that hold the nodes' namespaces, by node. `line` is the process that
     delays packets, or `None` without delays.
@@ -186,8 +186,8 @@ def network(cluster: Cluster) -> Iterator[Network]:
     """Builds the nodes and their links in the lab's namespaces; they exist during the context."""
     names = [host_name(node) for node in range(cluster.nodes)]
     lines = [[address(node), name] for node, name in enumerate(names)]
-    # Remove the nodes' names from this machine's own lines, which may define another node0. Keep
-    # the other names in these lines, such as localhost.
+    # Remove the nodes' names from the lines of this machine, which may define another node0. Keep
+    # all other names, such as localhost.
     others = Path("/etc/hosts").read_text().splitlines()
     lines += [[word for word in line.split() if word not in names] for line in others]
     hosts = "".join(f"{' '.join(line)}\n" for line in lines if len(line) > 1)
@@ -199,13 +199,13 @@ def network(cluster: Cluster) -> Iterator[Network]:
     _call("ip", "link", "set", "dev", "switch", "up")
     holders = [_hold(name) for name in names]
     line = None
-    # End only the processes: the kernel removes a namespace with its last process, and interfaces
-    # with their namespace.
+    # End only the processes, because the kernel removes a namespace with its last process, and
+    # interfaces with their namespace.
     try:
         # Token buckets cannot delay or drop packets.
         if cluster.rtt or cluster.loss:
             ports = [port(node) for node in range(cluster.nodes)]
-            # Delay only frames to the switch: each direction of a round trip crosses one such link,
+            # Delay only frames to the switch. Each direction of a round trip crosses one such link,
             # so each link adds half of the delay.
             delay = DelayLine(delay_s=cluster.rtt / 2, jitter_s=cluster.jitter, loss=cluster.loss)
             line = delay_line.start(names, ports, delay)
@@ -289,7 +289,7 @@ def _shaped_link(device: str, rate: float | None) -> Iterator[str]:
         yield f"qdisc add dev {device} root pfifo limit 10000"
         return
     burst = burst_bytes(rate)
-    # Set the quantum only to avoid a warning: it matters between classes of equal priority.
+    # The quantum, which matters between classes of equal priority, only prevents a warning.
     both = f"ceil {rate:.0f}bit burst {burst} cburst {burst} quantum 60000"
     yield f"qdisc add dev {device} root handle 1: htb default 3"
     yield f"class add dev {device} parent 1: classid 1:1 htb rate {rate:.0f}bit {both}"
@@ -313,8 +313,7 @@ def _limited_connections(rate: float | None, flow: float) -> Iterator[str]:
         parent = "parent 1:1"
     yield f"qdisc add dev {INTERFACE} {parent} handle 2: htb default 1"
     burst = burst_bytes(flow)
-    # Set the quantum only to avoid a warning: it matters between classes that borrow, and these
-    # classes do not.
+    # The quantum, which matters between classes that borrow bandwidth, only prevents a warning.
     limits = f"rate {flow:.0f}bit ceil {flow:.0f}bit burst {burst} cburst {burst} quantum 60000"
     for number in range(1, FLOW_CLASSES + 1):
         yield f"class add dev {INTERFACE} parent 2: classid 2:{number:x} htb {limits}"

@@ -45,7 +45,7 @@ def of_gradients_in_node(
         bucket_bytes,
         sample_count,
         runtime.node_wire,
-        # Use no numbered prefix: numbers would differ, because nodes of one rank exchange nothing.
+        # Use no numbered prefix, because nodes of one rank exchange nothing and count differently.
         prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
         settings=optimizer.agreed_settings,
     )

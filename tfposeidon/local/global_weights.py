@@ -26,8 +26,8 @@ class GlobalWeights:
     """Copies of variables, which hold the global weights while a rank trains its local weights.
 
     While the global weights are shown, the copies hold this rank's local weights. Before the first
-    step, the variables hold the global weights, and the copies are not valid. `variables` has
-    `trained` trained variables, and then the averaged state of layers.
+    step, the variables hold the global weights, and the copies are not valid. The first
+    `trained` of `variables` are trained; the others are averaged state of layers.
     """
 
     def __init__(self, variables: Sequence[Any]) -> None:
@@ -82,7 +82,7 @@ class GlobalWeights:
 
     @contextlib.contextmanager
     def shown(self, assign: bool) -> Iterator[None]:
-        """Shows the global weights within this context; with `assign`, users may assign others."""
+        """Shows the global weights within the context; with `assign`, users may assign new ones."""
         was_hidden = self.show()
         try:
             yield
@@ -122,9 +122,10 @@ class GlobalWeights:
         return one != other
 
     def restart(self, has_begun: bool) -> None:
-        """Continues from the variables' values as global weights; the copies hold local weights.
+        """Takes the variables' values as the global weights.
 
-        Without `has_begun`, ranks continue from the global weights.
+        With `has_begun`, the copies hold this rank's local weights. Otherwise, all ranks continue
+        from the global weights.
         """
         self.has_begun = self._may_be_shown = has_begun
         self._is_shown.assign(has_begun)
@@ -164,9 +165,9 @@ class GlobalWeights:
 
     @property
     def contribution(self) -> list[tf.Tensor]:
-        """Trained weights minus global weights, and then averaged state of this rank's layers.
+        """Trained weights minus global weights, and then this rank's state of layers to average.
 
-        State that is not finite is replaced by the global state.
+        The global state replaces state that is not finite.
         """
         pairs = zip(self.variables, self.copies, strict=True)
         values = [tuple(map(tf.convert_to_tensor, pair)) for pair in pairs]

@@ -57,7 +57,7 @@ class LocalUpdates(CommunicatingOptimizer):
         `DistributedOptimizer`, except for `"auto"` and for schemes that need factors or momentum
         correction.
       hierarchical: True to average gradients over the ranks of each node at every step, so that
-        nodes are the replicas (default False: each rank is one).
+        nodes are the replicas (default False: each rank is a replica).
       overlap_steps: Number of steps between an exchange and the use of its result, below
         `sync_every`. The exchange runs in the background, and all ranks apply its result after the
         same step (default 0: the step waits for the result).
@@ -77,7 +77,7 @@ class LocalUpdates(CommunicatingOptimizer):
     Memory: a copy of the weights for the global weights, the outer optimizer's state, and with
     `overlap_steps` two more copies during an exchange.
 
-    Source: see the outer optimizers. Zhang et al. 2015, Theano-MPI section 4 (elastic averaging).
+    Source: see the outer optimizers; Ma, Mao and Taylor 2016, section 4 (elastic averaging).
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -123,7 +123,7 @@ class LocalUpdates(CommunicatingOptimizer):
         communicating.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._outer = outer_optimizers.parse(outer_optimizer)
-        # Read settings now: an outer optimizer cannot evaluate its rate while a step is traced.
+        # Read settings now, because an optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
         self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
         self._node: Step | None = None
@@ -177,8 +177,8 @@ class LocalUpdates(CommunicatingOptimizer):
     def variables(self) -> list[Any]:
         """Variables that are equal on all ranks, apart from the global weights.
 
-        A job of one rank also has them, so that it can resume from the checkpoint of a job of
-        several ranks, and the reverse.
+        A job of one rank has the same variables, so that jobs of one and of several ranks can
+        resume from each other's checkpoints.
         """
         return [self._number, *self._outer.variables] if self.built else []
 
@@ -238,7 +238,7 @@ class LocalUpdates(CommunicatingOptimizer):
 
     @override
     def save_own_variables(self, store: Any) -> None:
-        """Saves the outer optimizer's state (Keras saves the inner), and refuses local weights."""
+        """Saves the outer optimizer's state; refuses to save a model that holds local weights."""
         super().save_own_variables(store)
         if self._synchronization is not None and self._synchronization.weights.is_apart:
             raise RuntimeError(
@@ -296,8 +296,8 @@ class LocalUpdates(CommunicatingOptimizer):
     def end_step(self, steps: int = 1) -> None:
         """Counts steps, and synchronizes the ranks when the schedule requires it.
 
-        `fit` and `train_on_batch` call it. A custom loop must call it after each step, outside of
-        `tf.function`, on all ranks.
+        `fit` and `train_on_batch` call this method. A custom loop must call it after each step,
+        outside of `tf.function`, on all ranks.
 
         Args:
           steps: Number of steps executed since the last call (default 1).
@@ -381,8 +381,8 @@ class LocalUpdates(CommunicatingOptimizer):
     def global_weights(self, assign: bool = False) -> contextlib.AbstractContextManager[None]:
         """Assigns the global weights to the variables within this context.
 
-        Custom loops must evaluate and save models within it. Other scripts do not need it, because
-        `fit` and `train_on_batch` leave the global weights in the variables.
+        Custom loops must evaluate and save models within the context. After `fit` and
+        `train_on_batch`, the variables already hold the global weights.
 
         Args:
           assign: True if weights assigned within the context become the new global weights; each
@@ -426,10 +426,10 @@ class LocalUpdates(CommunicatingOptimizer):
     def restart_from_weights(self) -> None:
         """Makes all ranks continue from the current variables as the new global weights.
 
-        `fit` calls it if weights were assigned before `fit` or between epochs. A custom loop must
-        call it after `load_weights`, on all ranks and with the same weights. It discards the
-        training since the last synchronization and the state of the schemes, and retains the state
-        of inner and outer optimizers.
+        `fit` calls this method if weights were assigned before `fit` or between epochs. A custom
+        loop must call it after `load_weights`, on all ranks and with the same weights. The training
+        since the last synchronization and the state of the schemes are discarded; the state of
+        inner and outer optimizers is retained.
 
         Raises:
           RuntimeError: On all ranks, if their weights differ.
@@ -445,5 +445,5 @@ class LocalUpdates(CommunicatingOptimizer):
             return []
         synchronization = self._synchronization
         in_node = [] if self._node is None else self._node.join_hooks()
-        # A synchronization runs as a graph in eager steps, too, and its collectives match by name.
+        # Even in eager steps, a synchronization is a graph, so ranks match its collectives by name.
         return [*in_node, JoinHook(lambda eagerly: synchronization.join(), is_ordered=False)]

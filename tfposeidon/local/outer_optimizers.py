@@ -25,7 +25,7 @@ class Rule(ABC):
     Between synchronizations, each rank trains local weights. A synchronization averages the
     differences between local and global weights over the ranks. The outer optimizer updates the
     global weights with the average, and determines the weights from which each rank continues. Like
-    a Keras optimizer, it belongs to one `LocalUpdates` once it is built.
+    a Keras optimizer, a built outer optimizer belongs to one `LocalUpdates`.
     """
 
     weighs_samples: bool = True
@@ -54,10 +54,10 @@ class Rule(ABC):
         """
 
     def pull(self, replicas: int) -> float:
-        """Returns the share of its difference that each rank subtracts from its local weights.
+        """Returns the share of its difference from the global weights that each rank subtracts.
 
         Args:
-          replicas: Number of replicas with local weights: ranks, or nodes.
+          replicas: Number of replicas: ranks, or nodes with `hierarchical=True`.
 
         Returns:
           Share in (0, 1]. With 1, ranks continue from the global weights; below 1, replicas keep
@@ -116,8 +116,8 @@ class Elastic(Rule):
     Raises:
       ValueError: If `beta` is out of its range.
 
-    Source: Zhang, Choromanska and LeCun 2015, arXiv 1412.6651, algorithm 1 with all workers in
-    step. Differs: there is no server; every rank holds the global weights.
+    Source: Zhang, Choromanska and LeCun 2015, arXiv 1412.6651, algorithm 1 with synchronous
+    workers. Differs: there is no server; every rank holds the global weights.
 
     >>> import keras, tfposeidon as tp
     >>> inner = keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True)

@@ -66,7 +66,7 @@ def notes_of_plan(plan: Plan, schedule: Schedule, outer: Rule, in_node: Plan | N
         f"{copies} the global weights, and the state of the outer optimizer",
     ]
     if in_node is not None:
-        during = "; it waits for at most one of its buckets of weights" if overlaps else ""
+        during = ", which waits for at most one bucket of pseudo-gradients" if overlaps else ""
         size = readable_size(in_node.cost.bytes)
         notes.append(f"gradients: all-reduce within the node at every step, {size}{during}")
     is_exact = all(bucket.scheme.exact for bucket in plan.buckets)
@@ -92,7 +92,7 @@ class Contribution(NamedTuple):
 
 
 class ExchangeResult(NamedTuple):
-    """Result of an exchange, the same on all ranks except for the new scheme `states`.
+    """Result of an exchange, the same on all ranks except for `states`, the new scheme states.
 
     `absent` is the number of ranks that have exhausted their input, a float32 scalar. `counts` is a
     bool scalar: True if any rank contributed and the means of differences are finite. `means` are

@@ -27,8 +27,8 @@ class Showing:
     """
 
     def __init__(self, find: Callable[[], Synchronization | None]) -> None:
-        # `find` returns `None` before the optimizer is built: some models build their optimizers
-        # only in the first step.
+        # `find` returns `None` before the optimizer is built, because some models build their
+        # optimizers only in the first step.
         self._find = find
         # The first step after `fit` may communicate, because all ranks execute it together.
         self._checks_next_step = False
@@ -104,7 +104,7 @@ class Showing:
     def restart_if_assigned(self) -> None:
         """Shows the global weights, and restarts all ranks if weights were assigned on any of them.
 
-        All ranks call it together.
+        All ranks must call this method together.
         """
         synchronization = self._find()
         if synchronization is None or not synchronization.weights.has_begun:

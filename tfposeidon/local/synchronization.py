@@ -3,8 +3,8 @@
 Think of three parts: `_contribution` computes the differences between local and global weights,
 `_exchanged` averages them over the ranks, and `_applied` updates the global weights with the
 average, and then this rank's weights. One graph contains all parts. With `overlap_steps`, each part
-has its own graph: a thread runs the second one during the next steps, and all ranks run the third
-one after that number of steps.
+has its own graph: a thread runs the second graph during the next steps, and all ranks run the third
+graph after `overlap_steps` steps.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Synchronization:
             )
 
     def check_steps_are_counted(self) -> None:
-        """Refuses updates since the last synchronization of which no step was counted."""
+        """Refuses updates if no step since the last synchronization was counted."""
         if self.weights.has_begun and not self._steps and self._samples.numpy() > 0.0:
             raise RuntimeError(
                 "A custom loop must call LocalUpdates.end_step() after each step, because ranks "
@@ -278,7 +278,7 @@ class Synchronization:
         # Averages of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, differences, strict=True)]
         if not self._outer.weighs_samples:
-            # Divide by all replicas: a replica without samples contributes a zero difference.
+            # Divide by all replicas, because one without samples contributes a zero difference.
             share = presence.total / self._replicas
             means = [mean * tf.cast(share, mean.dtype) for mean in means]
         return ExchangeResult(presence.absent, counts, [*means, *statistics], states)
@@ -337,7 +337,7 @@ class Synchronization:
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(copies[trained:], found.means[trained:], strict=True):
-            # Discard averages that are not finite: a rank may have started with such statistics.
+            # Discard averages that are not finite, because a rank may have started with such.
             copy.assign(either(all_finite([mean]), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:

@@ -25,11 +25,11 @@ def library() -> Any:
         "`make setup`."
     )
     if LIBRARY.parents[2].joinpath("setup.py").exists():
-        remedy += " If it is installed, start Python outside of that folder, or with -P."
+        remedy += " If the library is installed, start Python in another folder, or with -P."
     if not LIBRARY.exists():
         raise RuntimeError(
             "Steps on several ranks, LARS, LAMB and tp.ops require tfposeidon's native library. "
-            f"Received: {LIBRARY} does not exist. {remedy}"
+            f"Received: no file {LIBRARY}. {remedy}"
         )
     try:
         return tf.load_op_library(str(LIBRARY))
@@ -42,7 +42,7 @@ def library() -> Any:
 
 def in_xla() -> bool:
     """Returns whether XLA will compile the traced code, in which native ops cannot run."""
-    # Use a private function, because TensorFlow has no public one for this.
+    # TensorFlow has no public function that returns this.
     return not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()
     )
@@ -51,6 +51,6 @@ def in_xla() -> bool:
 @functools.cache
 def has_gpu_kernels() -> bool:
     """Returns whether the library was compiled for CUDA: with nvcc and a TensorFlow for GPUs."""
-    # Load the library by TensorFlow first, because it would not find the ops after a plain CDLL.
+    # Let TensorFlow load the library first, because it finds no ops after a plain CDLL.
     library()
     return hasattr(ctypes.CDLL(str(LIBRARY)), "tfposeidon_gpu_kernels")

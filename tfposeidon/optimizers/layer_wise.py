@@ -183,7 +183,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """
 
     def _denominators(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
-        """Returns denominators of ratios, from norms of values and of `_direction`, and decays."""
+        """Returns denominators of ratios; `others` are norms of `_direction`'s second result."""
         return others
 
     def _move(self, variable: Any, step: tf.Tensor) -> None:
@@ -246,7 +246,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
             self._update(list(grads_and_vars), learning_rate)
 
     def _update(self, pairs: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
-        """Updates variables: first all directions, then all norms, then all steps."""
+        """Computes all directions, then all norms, and then moves all variables."""
         variables = [variable for _, variable in pairs]
         gradients = [_dense_gradient(gradient, variable) for gradient, variable in pairs]
         values = [

@@ -35,7 +35,7 @@ def innermost(optimizer: Any) -> Any:
 
 
 def leaves(optimizer: Any) -> list[Any]:
-    """Returns the nested optimizers that contain no others, or the optimizer itself."""
+    """Returns the nested optimizers that contain no other optimizers, or the optimizer itself."""
     # Inner optimizers are attributes, or items of attributes that are lists or dictionaries, as in
     # Keras's `LossScaleOptimizer` and `MultiOptimizer`, and in composite optimizers of users.
     inside: list[Any] = []
@@ -199,7 +199,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         self.inner_optimizer = inner_optimizer
 
     def _adopt(self, variables: Sequence[Any]) -> None:
-        """Finishes `build` after the inner optimizer is built, with Keras's bookkeeping."""
+        """Finishes `build` after the inner optimizer is built: sets attributes that Keras reads."""
         leave_out_replica_sum(self.inner_optimizer)
         # Bypass Keras's `build`, which would create accumulators for this wrapper, too, and Keras's
         # attribute tracking, which would add the weights to this optimizer's variables.
@@ -308,6 +308,6 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @override
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Excludes variables from the inner weight decay; must be called before `build`."""
+        """Excludes variables from the inner optimizer's weight decay; call it before `build`."""
         for leaf in leaves(self.inner_optimizer):
             leaf.exclude_from_weight_decay(var_list, var_names)

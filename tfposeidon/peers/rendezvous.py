@@ -141,7 +141,7 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
 
 
 def reach(job: Job, token: str | None) -> Client | str:
-    """Returns a client of the job's store if it answers at one of the ports, else all problems."""
+    """Returns a client of the job's store if the store answers at a port, else all problems."""
     prefix, problems = store.prefix_of(job.identity, token), []
     for port in job.ports:
         where = f"{job.host}:{port}"
@@ -191,7 +191,7 @@ def join(timeout_s: float, *, has_mpi: bool) -> Nodes | None:
     if job is None or job.size == 1:
         return None
     entries, client = register_ranks(job, sources.token(os.environ), timeout_s)
-    # Keep an interface that the user has chosen.
+    # Retain an interface that the user has chosen.
     interface = interface_variables(entries, job.rank) | os.environ
     os.environ.update(interface | horovod_variables(entries, job.rank, client))
     os.environ[MEMBER] = f"{os.getpid()} {os.environ[STORE_ADDRESS]}"

@@ -4,9 +4,9 @@
   python -m tfposeidon run --per-node 4 -- python train.py     # four ranks, also without GPUs
   python -m tfposeidon run --nodes 2 --node-rank 1 --master node1:29500 -- python train.py
 
-For several nodes, run the same command on each node, without SSH; the options or the variables of a
-platform describe the nodes (docs/clusters.md). Each rank sees one GPU. The command exits with the
-status of the first failed rank of this node, or with 1 if only ranks of other nodes failed.
+For several nodes, run the command on each node, without SSH. Options or a platform's variables
+describe the nodes (docs/clusters.md). Each rank sees one GPU, or all if there are more ranks. The
+exit status is that of the first failed rank of this node, or 1 if only ranks of other nodes failed.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 def environments(
     job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yields the number and environment of each rank of this node, given each node's ranks."""
+    """Yields number and environment of each rank of this node; `counts` has each node's ranks."""
     place = (sum(counts), client.host, (client.port,), job.identity)
     first, count = sum(counts[: job.rank]), counts[job.rank]
     for index in range(count):

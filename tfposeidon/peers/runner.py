@@ -35,7 +35,7 @@ LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 @dataclass
 class Rank:
-    """Process of a job; once it has ended, `status` is negative for a signal."""
+    """Process of a job. `status` is its exit status, or the negative number of a signal."""
 
     number: int
     node: int
@@ -64,9 +64,9 @@ class Runner:
     """Runs ranks of a job on this machine, from their start to their end.
 
     The output of ranks is printed with the rank's number before each line, or written to one file
-    per rank in `folder`. Without `folder`, only the ranks in `show` are printed (`None`: all). The
-    last lines of the rank that fails first are always printed. The runner's own messages begin with
-    `name`, and `termination_s` is the time between SIGTERM and SIGKILL.
+    per rank in `folder`. Without `folder`, only the output of ranks in `show` (`None`: all) is
+    printed. The last lines of the rank that fails first are always printed. The runner's own
+    messages begin with `name`, and `termination_s` is the time between SIGTERM and SIGKILL.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Runner:
         self._folder = folder
         self._termination_s = termination_s
         self._task: asyncio.Task[None] | None = None
-        """Task of `run` until it ends the ranks."""
+        """Task that executes `run`; `None` once `run` ends the ranks."""
 
     @property
     def wall_s(self) -> float:
@@ -153,7 +153,7 @@ class Runner:
         while (status := rank.process.returncode) is None:
             await asyncio.sleep(POLL_INTERVAL_S)
         rank.status, rank.wall_s = status, time.monotonic() - self._begin
-        # Decide now which rank failed first, because another one may fail in the meantime. Report
+        # Decide now which rank failed first, because another rank may fail in the meantime. Report
         # the failure later, because the pipe may still contain the last lines, which the report
         # shows.
         failed_first = status != 0 and self.status == 0 and self._task is not None

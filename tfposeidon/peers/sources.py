@@ -297,7 +297,7 @@ def _slurm(variables: Variables) -> Job | None:
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     identity = f"SLURM {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']} restart {restarts}"
     nodes, node = variables["SLURM_STEP_NODELIST"], variables.get("SLURMD_NODENAME", "")
-    # Accept any number for one in brackets, because SLURM does not always count in decimals.
+    # Accept any word in the place of brackets, because SLURM does not always count in decimals.
     if node and not re.fullmatch(re.sub(r"\[.*?\]", r"\\w+", nodes).replace(",", "|"), node):
         raise ValueError(
             f"SLURMD_NODENAME must be in SLURM_STEP_NODELIST. Received: {node!r} and {nodes!r}. "

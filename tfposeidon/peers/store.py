@@ -79,7 +79,7 @@ class Store(ThreadingHTTPServer):
             self.server_close()
 
     def put(self, scope: str, key: str, value: bytes, *, keep: bool = False) -> bytes:
-        """Stores a value, unless `keep` and the key has one; returns the key's value."""
+        """Stores a value, or with `keep` retains an existing one; returns the key's value."""
         with self._changed:
             if not keep:
                 self._values[scope][key] = value

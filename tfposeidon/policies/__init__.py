@@ -90,7 +90,7 @@ class Policy(Configured, ABC):
 
     @property
     def reader(self) -> GradientReader | None:
-        """Reader of the gradients' structures that choices depend on; `None` if on none."""
+        """Reader of the structures on which choices depend; `None` if choices need no structure."""
         return next((part.reader for part in self.parts if part.reader), None)
 
     @property
@@ -100,7 +100,7 @@ class Policy(Configured, ABC):
 
     @property
     def corrects_momentum(self) -> bool:
-        """True if some of the schemes accumulate velocity, so that the optimizer must not."""
+        """True if a scheme accumulates velocity. The optimizer's momentum must then be 0."""
         return any(part.corrects_momentum for part in self.parts)
 
     @property
@@ -296,7 +296,7 @@ def parse(scheme: Any) -> Policy:
 
 
 def _checked_pattern(pattern: Any) -> str:
-    # Refuse a compiled pattern, because models are saved with their rules, and it cannot be saved.
+    # Refuse a compiled pattern: rules are saved with models, and Keras cannot save such an object.
     problem = f"of type {type(pattern).__name__}"
     if isinstance(pattern, str):
         try:

@@ -28,7 +28,7 @@ State = tuple[tf.Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One float32 state tensor of a scheme; it starts at zero.
+    """One float32 state tensor of a scheme, which is initially zero.
 
     Attributes:
       name: Noun for the values, such as `"residual"`.
@@ -116,7 +116,7 @@ class Scheme(Configured, ABC):
 
     @property
     def corrects_momentum(self) -> bool:
-        """True if the scheme accumulates velocity, so that the optimizer must not."""
+        """True if the scheme accumulates velocity. The optimizer's momentum must then be 0."""
         return False
 
     # ------------------------------------------------------------------ planning
@@ -306,7 +306,7 @@ class ResidualScheme(Scheme, ABC):
         this option.
     """
 
-    # `FLUSHED` is a value of its own, because a skipped step discards the new state.
+    # `FLUSHED` is a separate value: a skipped step sends nothing, and discards the new state.
     FLUSHING: ClassVar[float] = -1.0
     """First number of the state if the next exchange must send everything."""
     FLUSHED: ClassVar[float] = -2.0

@@ -215,7 +215,7 @@ class SparseScheme(ResidualScheme):
         if received != expected:
             raise ValueError(
                 f"State must match this rank's shard, {expected}. Received: shapes {received}. "
-                "The state was created for another layout of nodes, or another scheme."
+                "Create the state with `slots` of this scheme, for this layout of nodes."
             )
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:

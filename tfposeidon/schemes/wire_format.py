@@ -1,4 +1,4 @@
-"""Converts values to messages and back, optionally in 16 bits, and alone or with their indices."""
+"""Converts values to messages and back, optionally in 16 bits, with or without their indices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_wire_dtype(
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
             f"`wire_dtype` must be None or one of {names}. Received: wire_dtype={wire_dtype!r}. "
-            f"{remedy}"
+            f"{remedy or 'Leave it out to send values unrounded.'}"
         )
 
 
@@ -68,7 +68,7 @@ def decode(tensor: tf.Tensor, wire_dtype: str | None, dtype: tf.DType) -> tf.Ten
 
 
 def decode_sum(rows: tf.Tensor, count: int, wire_dtype: str | None, dtype: tf.DType) -> tf.Tensor:
-    """Sums `count` concatenated vectors from `encode` to one, 16-bit values in float32."""
+    """Sums `count` concatenated vectors from `encode`; sums of 16-bit values are in float32."""
     if wire_dtype is None:
         # Avoid `tf.reduce_sum` over the first axis, which takes four times as long for two or three
         # vectors.

@@ -1,1 +1,1 @@
-"""Shards optimizer state: each rank updates a part of the variables, and all ranks gather them."""
+"""Shards optimizer state: each rank updates its part of the variables, and gathers the others."""

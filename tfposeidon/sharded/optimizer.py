@@ -44,9 +44,9 @@ class ShardedOptimizer(DistributedOptimizer):
     """Optimizer that averages gradients as `DistributedOptimizer` does, and shards its state.
 
     Each of P ranks holds the state for its own part of the variables, applies the inner optimizer
-    there, and gathers the new values of the other parts. This sends as many bytes as an all-reduce,
-    and divides the state's memory and the update's work by P. It trains like
-    `DistributedOptimizer`, up to rounding.
+    there, and gathers the new values of the other parts. A step sends as many bytes as an
+    all-reduce, and needs 1/P of the memory for state and 1/P of the work for updates. Results equal
+    those of `DistributedOptimizer`, up to rounding.
 
     `keras_callbacks.Checkpoint` saves the state in parts. Before saving a `.keras` file, all ranks
     pass `keras_callbacks.GatherState` to `fit`, or call `gather_state`.
@@ -56,7 +56,7 @@ class ShardedOptimizer(DistributedOptimizer):
         element independently (not Lamb, Adafactor, Muon), or `tfposeidon.optimizers.LARS` or
         `LAMB`. A custom optimizer declares this with an attribute `updates_elementwise = True`.
       scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`. Every rank
-        updates all variables with other schemes than `"ps"`.
+        updates the variables whose scheme is not `"ps"`.
       bucket_bytes: Maximum size of a bucket of small gradients; see `DistributedOptimizer`.
       gradient_accumulation_steps: Number of calls of `apply` per update; see
         `DistributedOptimizer`.
@@ -108,7 +108,7 @@ class ShardedOptimizer(DistributedOptimizer):
             name=name or "sharded_optimizer",
         )
         _check_elementwise(inner_optimizer)
-        # This is a `Shards` after `build`.
+        # `build` assigns a `Shards`.
         self._shards: Any = None
 
     # ------------------------------------------------------------------ state
@@ -116,7 +116,7 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def _build_inner(self, variables: Sequence[Any]) -> None:
         inner = self.inner_optimizer
-        # The optimizer must not be built, so that it creates state for this rank's part only.
+        # An optimizer that is built already has the state of whole variables.
         if inner.built:
             raise ValueError(
                 "ShardedOptimizer must create the optimizer state, in shards. Received: "
@@ -153,7 +153,8 @@ class ShardedOptimizer(DistributedOptimizer):
     def gather_state(self, rank: int = 0) -> None:
         """Gathers the whole optimizer state on one rank, which can save it until the next step.
 
-        All ranks call it together. The whole state must fit into that rank's host memory.
+        All ranks must call this method together. The whole state must fit into the host memory of
+        that rank.
 
         Args:
           rank: Rank that receives the state (default 0).
@@ -164,8 +165,8 @@ class ShardedOptimizer(DistributedOptimizer):
     def scatter_state(self, rank: int = 0) -> None:
         """Distributes the state to its owners, after one rank alone has loaded a model.
 
-        All ranks call it together before the next step; `keras_callbacks.BroadcastVariables` calls
-        it.
+        All ranks must call this method together before the next step, as
+        `keras_callbacks.BroadcastVariables` does.
 
         Args:
           rank: Rank that has loaded the model (default 0).
@@ -221,7 +222,7 @@ def _check_policy(policy: policies.Policy) -> None:
         depends = "the graph of the first step" if policy.is_fixed else "the predicted step"
         raise ValueError(
             "ShardedOptimizer requires a scheme that is known before the first step, to shard "
-            f'the variables. Received: scheme={policy}: it depends on {depends}. Use "ps", or '
+            f'the variables. Received: scheme={policy}, which depends on {depends}. Use "ps", or '
             'rules with "ps" and fixed schemes, such as "allreduce".'
         )
 
@@ -232,7 +233,7 @@ def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
     # whole variables. AdamW inherits the method from Adam.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
     declared = getattr(optimizer, "updates_elementwise", False)
-    # Accept LARS and LAMB, because they sum the norms of layers over the parts.
+    # Accept LARS and LAMB, which sum the squared norms of the parts of a layer over ranks.
     if not (rule in _ELEMENTWISE or declared or isinstance(optimizer, LayerWiseOptimizer)):
         names = ", ".join([*(cls.__name__ for cls in _ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(

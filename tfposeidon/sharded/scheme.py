@@ -93,7 +93,6 @@ def clip_by_whole_norms(
     If the optimizer clips by norm or scales losses, a non-finite part on any rank makes all parts
     NaN on all ranks, so that all ranks skip the step.
     """
-    # The optimizer must not clip again afterwards, because norms of parts differ between ranks.
     inner = innermost(optimizer)
     limit = inner.clipnorm or inner.global_clipnorm
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
@@ -107,7 +106,6 @@ def clip_by_whole_norms(
         own = tf.stack([*(squares[m] for m in sharded), unbounded])
         *sums, unbounded = tf.unstack(wire.all_reduce(own, wire.topology.world, name))
         squares |= zip(sharded, sums, strict=True)
-        # One non-finite value affects the whole gradient, as on a single rank.
         bounded = {m: tf.where(unbounded == 0.0, gradients[m], float("nan")) for m in sharded}
         gradients = gradients | bounded
     if not limit:

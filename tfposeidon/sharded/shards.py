@@ -31,7 +31,7 @@ from tfposeidon.state.placement import Placement, StateDescription
 
 
 class _ShardState(NamedTuple):
-    """State variable of a shard, with a name such as "momentum"; `member` indexes `variables`."""
+    """State of a shard, with a name such as "momentum"; `member` is the variable's index."""
 
     name: str
     variable: keras.Variable
@@ -69,8 +69,8 @@ class Shard(keras.Variable):
 class Shards:
     """Shards of variables that this rank updates.
 
-    The inner optimizer is built on and applied to `targets`: shards, and whole variables for other
-    schemes than `OwnParts`, in the order of `variables`.
+    The inner optimizer is built on `targets`, and updates them: a shard, or the whole variable if
+    its scheme is not `OwnParts`, for each of `variables`.
     """
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
@@ -128,7 +128,8 @@ class Shards:
     def use(self, updater: Any) -> Afterwards:
         """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one.
 
-        Returns a function that runs the collectives after each exchange, a new one if they change.
+        Returns the function with which a rank without data joins the collectives of an update. A
+        different optimizer has a different function.
         """
         if updater is not self._updater:
             self._updater = updater
@@ -181,7 +182,7 @@ class Shards:
         return [clipped.get(member, mean) for member, mean in enumerate(found)]
 
     def apply(self, means: Means) -> None:
-        # Release the memory of whole state, which the step makes invalid.
+        # Release the whole state, because the step makes it invalid.
         self._whole = (0, {})
         self.refresh()
         inner = self._inner
@@ -233,7 +234,7 @@ class Shards:
                 variable.assign(_constrained(value, constraint, counts))
 
     def _gather_bucket(self, index: int, bucket: Bucket, scheme: OwnParts) -> list[tf.Tensor]:
-        # Leave out targets without a part, which are single zeros; see `received`.
+        # Leave out targets without a part, which are single zeros.
         own = [
             tf.cast(self.targets[member], bucket.dtype)
             for member in bucket.members
@@ -253,7 +254,7 @@ class Shards:
         return means
 
     def gather_state(self, rank: int) -> None:
-        """Gathers the state on one rank, which can save it until the next step; collective."""
+        """Gathers the state on one rank; see `ShardedOptimizer.gather_state`."""
         whole = {}
         for number, state in enumerate(self.states):
             value = self._gather(state, f"tp.gather_state_{number}")
@@ -262,7 +263,7 @@ class Shards:
         self._whole = self._step(), whole
 
     def scatter_state(self, rank: int) -> None:
-        """Distributes state that one rank has loaded, if any, to its owners; collective."""
+        """Distributes state that one rank has loaded, if any; all ranks must call this method."""
         wire, whole = self._exchanger.wire, self._current_whole()
         # All ranks must take the same branch, but only one of them has loaded the state.
         if not exchange_objects(bool(whole), wire, "tp.scatter_state")[rank]:
@@ -286,7 +287,7 @@ class Shards:
     def _gather(self, state: _ShardState, name: str) -> np.ndarray:
         topology = self._exchanger.wire.topology
         begin, end = self.parts[state.member]
-        # Horovod does not support bfloat16. Leave out the single zero of a rank without a part.
+        # Convert bfloat16, which Horovod does not support. Leave out the zero of a missing part.
         own = pack([state.variable], summed_dtype([state.variable]))[: end - begin]
         joined = self._exchanger.wire.all_gather(own, topology.world, name).numpy()
         parts = [self._parts_of(rank)[state.member] for rank in range(topology.size)]

@@ -87,7 +87,7 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
     >>> tp.state.register(Codebook, "averaged")
     """
     if not isinstance(layer, type):
-        raise TypeError(f"`layer` must be a layer class. Received: layer={layer!r}")
+        raise TypeError(f"`layer` must be a layer class. Received: layer={layer!r}. Pass a class.")
     if not callable(placement):
         placement = _checked(placement)
     _registered[layer] = placement
@@ -139,7 +139,7 @@ def _checked(placement: Any) -> Placement:
     if placement not in known:
         raise ValueError(
             f"`placement` must be one of {', '.join(known)}, or a function of the layer. "
-            f"Received: placement={placement!r}"
+            f'Received: placement={placement!r}. Use for example "averaged".'
         )
     return Placement(placement)
 
@@ -255,8 +255,8 @@ def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarr
     """Creates the arrays of one rank in a job from the state of all ranks of an earlier job.
 
     `wanted` supplies descriptions, shapes, dtypes, and values of scalars that were not saved. State
-    that was not saved becomes zeros. It raises a `ValueError` if a saved sum has no place in
-    `wanted`, or if variables of one bucket had different scalars.
+    that was not saved becomes zeros. Raises `ValueError` if a saved sum has no place in `wanted`,
+    or if variables of one bucket had different scalars.
     """
     # `totals` holds sums over all ranks, and `whole` holds arrays that are never split.
     totals: dict[tuple[str, str], np.ndarray] = {}

@@ -38,7 +38,7 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 _FORMAT = 10
 
 Arrays = dict[str, list[np.ndarray]]
-"""Lists of arrays by name; a name without arrays is absent from files, and has an empty list."""
+"""Lists of arrays by name. Files omit empty lists, and a name that is not in a file has one."""
 
 
 class SnapshotError(RuntimeError):
@@ -78,7 +78,7 @@ class Snapshots:
     def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
         """Starts to write a snapshot with rank 0's `meta` and `shared` in the background.
 
-        It first finishes an earlier snapshot. The snapshot is valid once `poll_at_step` or `finish`
+        An earlier snapshot is finished first. The new one is valid once `poll_at_step` or `finish`
         has completed it. The arrays must not change until then.
         """
         self.finish()
@@ -110,7 +110,7 @@ class Snapshots:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the snapshot of `start`; raises on all ranks if one fails."""
+        """Waits for the snapshot of `start`; raises on all ranks if one rank fails to write."""
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
@@ -158,7 +158,7 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns the arrays of all ranks; raises on all ranks if one cannot read the files."""
+        """Returns the arrays of all ranks; raises on all ranks if one rank cannot read files."""
         if not snapshot.same_layout:
             return snapshot.own
         ranks = itertools.chain(*snapshot.meta["nodes"])
@@ -192,7 +192,7 @@ class Snapshots:
     def _make(self, part: Path) -> None:
         # Delete folders of killed jobs first, to free disk space.
         for leftover in self.folder.glob(".snapshot-*.part"):
-            # A thread may still write into one if a server saves again after a failure.
+            # A thread may still write into this folder if a server saves again after a failure.
             shutil.rmtree(leftover, ignore_errors=True)
         part.mkdir(parents=True)
 

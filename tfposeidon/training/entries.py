@@ -1,4 +1,4 @@
-"""Lists all state of a model, its optimizers and its callbacks, with each entry's placement.
+"""Lists all state of a model, its optimizers and its callbacks, with the `Placement` of each entry.
 
 Checkpoints, broadcasts and comparisons read this one list, so that they cover the same state.
 
@@ -43,7 +43,7 @@ LayerState = dict[str, np.ndarray]
 """Arrays by layer index, layer name and quantity, such as `"3.normalization.mean"`."""
 
 _LOOKUPS = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-# `finalize_state` of these layers would overwrite assigned values by those of `adapt`.
+# `finalize_state` of these layers would overwrite assigned values with the results of `adapt`.
 _FINALIZED_FROM_COUNTS = (*_LOOKUPS, keras.layers.TextVectorization, keras.layers.Discretization)
 _TABLES = (
     tf.lookup.StaticHashTable
@@ -53,7 +53,7 @@ _TABLES = (
 
 
 def held_optimizers(model: Any) -> list[Any]:
-    """Returns communicating optimizers, or loss scales around them; if none, `model.optimizer`."""
+    """Returns communicating optimizers, or their loss scales; `model.optimizer` if none exist."""
     own = getattr(model, "optimizer", None)
     return session.held_by(model) or ([] if own is None else [own])
 
@@ -64,7 +64,7 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def entries(model: Any) -> list[StateEntry]:
-    """Returns all state of a model except the result of `parts`, in the same order on all ranks."""
+    """Returns all state of a model except the state from `parts`, in one order on all ranks."""
     replicated = list(model.trainable_variables)
     for held in held_optimizers(model):
         optimizer = session.without_loss_scale(held)
@@ -79,12 +79,12 @@ def entries(model: Any) -> list[StateEntry]:
 
 
 def _has_own_inner(optimizer: Any) -> bool:
-    # The state of Keras's own optimizers is replicated.
+    # Keras's own optimizers do not have this attribute. Their state is replicated.
     return getattr(optimizer, "has_own_inner", False)
 
 
 def _own_scale(held: Any) -> list[Any]:
-    """Returns variables of a loss scale that may differ between ranks."""
+    """Returns the variables of a loss scale whose values may differ between ranks."""
     optimizer = session.without_loss_scale(held)
     if held is optimizer or not _has_own_inner(optimizer):
         return []
@@ -93,7 +93,7 @@ def _own_scale(held: Any) -> list[Any]:
 
 
 def _own_inner(held: Any) -> list[Any]:
-    """Returns variables of an inner optimizer and a loss scale that may differ between ranks."""
+    """Returns the inner optimizer's and loss scale's variables that may differ between ranks."""
     optimizer = session.without_loss_scale(held)
     if not (_has_own_inner(optimizer) and optimizer.built):
         return []
@@ -122,7 +122,7 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
     """Returns the averaged state that an optimizer synchronizes together with its weights."""
-    # Otherwise, each of several optimizers of local weights would average this state.
+    # Only the first of several optimizers averages this state, because it must be averaged once.
     found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
     return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
@@ -195,7 +195,7 @@ def broadcast_state(
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
     """Makes all ranks start with one rank's values, but with different seeds; collective."""
-    # A snapshot within an epoch contains each rank's own statistics.
+    # A snapshot within an epoch contains each rank's own statistics, so do not compare them.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)
     if problem:
@@ -216,7 +216,7 @@ def difference(
 ) -> str | None:
     """Returns a message about the first value that differs between ranks, or `None`; collective.
 
-    Ranks compare one checksum over replicated variables and variables with other `placements`.
+    Ranks compare one checksum over all variables that are replicated or have one of `placements`.
     `with_layers` includes state outside of variables. All ranks return the same message, or raise
     an error if they have different variables.
     """
@@ -252,7 +252,7 @@ def _outside_variables(model: keras.Model) -> list[StateEntry]:
         # Include the index in names, because several layers may have the same name.
         StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
         for index, layer in enumerate(model._flatten_layers())
-        # The state belongs to the lookup layer inside it, which is also a layer of the model.
+        # The model's layers include the lookup layer inside `TextVectorization`, with its state.
         if not isinstance(layer, keras.layers.TextVectorization)
         and (isinstance(layer, known) or hasattr(layer, "save_assets") or _tables(layer))
     ]
@@ -271,7 +271,7 @@ def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
 def assign_layers(model: keras.Model, state: LayerState) -> None:
     """Assigns state from `read_layers`, possibly of another process, to the layers."""
     before = read_layers(model, *Placement)
-    # `finalize_state` overwrites values that a layer derives from its variables.
+    # Call `finalize_state` first, because it overwrites values that a layer derives from variables.
     for index, layer in enumerate(model._flatten_layers()):
         if hasattr(layer, "finalize_state") and not isinstance(layer, _FINALIZED_FROM_COUNTS):
             layer.finalize_state()
@@ -290,7 +290,7 @@ def assign_layers(model: keras.Model, state: LayerState) -> None:
 
 
 def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Copies one rank's state outside of variables to all; raises on all ranks if one refuses."""
+    """Copies one rank's layer state outside of variables to all; if one fails, all ranks raise."""
     if wire.topology.size == 1:
         return
     stream = io.BytesIO()

@@ -1,9 +1,8 @@
-"""Ends each epoch on all ranks after as many steps as the rank with the fewest batches has.
+"""Ends each epoch on all ranks after the same step.
 
 The callbacks run in this order: `EqualSteps` ends the epoch. `LayerAverages` and `GlobalMetrics`
 synchronize layer state and logs, which the user's callbacks read next. `PlannerCallbacks` runs the
-callbacks of the optimizers' planners. `AgreedStop` stops training on all ranks, and compares
-settings and values across ranks.
+callbacks of the optimizers' planners. `AgreedStop` stops training on all ranks.
 """
 
 from __future__ import annotations
@@ -14,28 +13,19 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.checks import at_first_entry, require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.means import join_until_all_have_ended
-from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.training import entries, session
+from tfposeidon.training.agreed_stop import AgreedStop
 from tfposeidon.training.global_metrics import GlobalMetrics, LayerAverages
 from tfposeidon.training.hooks import FitHooks
 
 log = logging.getLogger("tfposeidon")
-
-WHERE_BEGUN = (
-    "Pass keras_callbacks.BroadcastVariables() to fit, or build and load the model in the same "
-    "way on all ranks."
-)
-WHERE_SET = (
-    "Run callbacks that set or restore values on all ranks, with the same values. To find the step "
-    "after which ranks differ, use keras_callbacks.ReplicaCheck."
-)
 
 
 def with_equal_epochs(
@@ -51,8 +41,15 @@ def with_equal_epochs(
     first = [callback for one in hooks for callback in one.first]
     first += [LayerAverages(), GlobalMetrics()] if synchronizes else []
     last = [callback for one in hooks for callback in one.last]
-    stop = AgreedStop(steps, synchronizes)
-    return [steps, *first, *callbacks, PlannerCallbacks(), *last, stop]
+    others = [
+        *first,
+        *callbacks,
+        PlannerCallbacks(),
+        *last,
+        AgreedStop(lambda: steps.is_over, synchronizes),
+    ]
+    steps.others = others
+    return [steps, *others]
 
 
 def _may_stop(callback: Any) -> bool:
@@ -79,25 +76,28 @@ class EqualSteps(keras.callbacks.Callback):
     """Keras callback that ends each epoch on all ranks once one rank has no more batches.
 
     If all ranks know their number of batches, and these are equal or executions have one step, they
-    agree on the minimum once, at no cost per step. Otherwise, or if a callback may stop within an
-    epoch, a rank that has finished joins the other ranks' next step with zeros, which ends the
-    epoch on all ranks. Ranks that train local weights do not exchange in each step, so `AgreedStop`
-    defers a stop to the end of the epoch.
+    agree on the minimum once, at no cost per step. If some ranks have one batch more, the others
+    take part in the last step without samples. If numbers are unknown, or if a callback may stop
+    within an epoch, a rank that has finished joins the other ranks' next step with zeros, which
+    ends the epoch on all ranks. Ranks that train local weights do not exchange in each step, so
+    `AgreedStop` defers a stop to the end of the epoch. `others` are the callbacks that follow.
     """
 
     def __init__(self, may_stop: bool, rows: int | None, synchronizes: bool) -> None:
         super().__init__()
         self._may_stop, self._rows, self._synchronizes = may_stop, rows, synchronizes
         self._is_finished, self.is_over = True, False
+        self.others: list[Any] = []
+        self._without_samples: tuple[Any, Any] = (None, None)
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         own = [self.params.get("steps"), self._may_stop, self._rows]
         ranks = exchange_objects(own, runtime.wire(), "tp.steps")
-        self._agree_on_limit([steps for steps, _, _ in ranks])
         self._session = session.of(self.model)
-        self._session.knows_lengths = self._limit is not None
         may_stop = any(may_stop for _, may_stop, _ in ranks) and self._session.is_in_step
+        self._agree_on_limit([steps for steps, _, _ in ranks], may_stop)
+        self._session.knows_lengths = self._limit is not None
         self._watches = self._limit is None or may_stop
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
             # Horovod matches eager collectives by their order alone, and a rank with exhausted
@@ -111,22 +111,32 @@ class EqualSteps(keras.callbacks.Callback):
             self._watches = False
         # Trace the step again, because earlier traces depend on the earlier settings.
         are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
+        are_equal = are_equal and not self._adds_step
         has_changed = self._session.weight_equally(are_equal)
         if self._session.watch_absence(self._watches) or has_changed:
             self.model.make_train_function(force=True)
 
-    def _agree_on_limit(self, steps: list[Any]) -> None:
+    def _agree_on_limit(self, steps: list[Any], may_stop: bool) -> None:
+        limit, equal = None if None in steps else min(steps), len(set(steps)) == 1
+        # The numbers of batches of shares that `tp.shard` makes of arrays differ by at most one.
+        self._adds_step = (
+            limit is not None
+            and max(steps) == limit + 1
+            and not may_stop
+            and _can_step_without_samples(self.model)
+        )
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if the number of steps is equal.
-        self.params["steps"] = fewest = None if None in steps else min(steps)
-        equal = fewest is not None and len(set(steps)) == 1
+        self.params["steps"] = limit = max(steps) if self._adds_step else limit
         # An execution of several steps cannot end after some of them.
-        self._limit = fewest if equal or self.model.steps_per_execution == 1 else None
-        if not equal:
+        self._limit = limit if equal or self.model.steps_per_execution == 1 else None
+        if not equal or limit is None:
             runtime.log_once(
-                "tfposeidon: ranks have different or unknown numbers of batches (%s); each epoch "
-                "ends on all ranks after the smallest number of batches of any rank.",
+                "tfposeidon: ranks have different or unknown numbers of batches (%s); %s.",
                 ", ".join("unknown" if n is None else str(n) for n in sorted(set(steps), key=str)),
+                "ranks without a last batch take part in the last step without samples"
+                if self._adds_step
+                else "each epoch ends on all ranks after the smallest of these numbers",
             )
 
     @override
@@ -137,8 +147,8 @@ class EqualSteps(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        fewest = self.params["steps"]
-        if fewest is not None and batch >= fewest:
+        limit = self.params["steps"]
+        if limit is not None and batch >= limit:
             # Keras's loop over batches catches this error, and ends the epoch.
             raise StopIteration
         self.is_over = False
@@ -154,7 +164,7 @@ class EqualSteps(keras.callbacks.Callback):
         (steps, complete), self._before = np.subtract(done, self._before), done
         are_absent = absent > 0
         self._steps += int(steps)
-        # If fewer steps than `steps_per_execution` ran, this rank's input ended within them.
+        # If fewer steps than `steps_per_execution` ran, this rank's input ended in this execution.
         self.is_over = are_absent or bool(steps < self.model.steps_per_execution)
         # Callbacks do not count an update that was dropped on all ranks as a batch.
         counts_exchanges = are_absent and self._session.is_in_step
@@ -168,7 +178,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._join_others()
         own = [has_trained, self._steps]
         ranks = exchange_objects(own, runtime.wire(), "tp.last_execution")
-        # Ranks that train local weights decide independently.
+        # Ranks that train local weights decide independently whether callbacks count it.
         if not self._session.is_in_step:
             return has_trained
         self._undo_dropped_steps([steps for _, steps in ranks])
@@ -206,6 +216,24 @@ class EqualSteps(keras.callbacks.Callback):
         if len(set(sums)) > 1:
             replicas.broadcast(values, wire, steps.index(min(steps)))
 
+    def _step_without_samples(self) -> None:
+        """Takes part in the last step of other ranks, for which this rank has no batch."""
+        own, batch = self._session, self._done
+        for callback in self.others:
+            callback.on_train_batch_begin(batch)
+        own.was_skipped = own.is_skipping
+        if own.was_skipped:
+            own.batches_to_skip -= 1
+        else:
+            # Trace the step again after the train step, which may have another plan.
+            if self._without_samples[0] is not self.model.train_function:
+                self._without_samples = self.model.train_function, _without_samples(self.model)
+            self._without_samples[1]()
+        logs = self.model.get_metrics_result()
+        for callback in self.others:
+            callback.on_train_batch_end(batch, logs)
+        self._done += 1
+
     @override
     def on_test_begin(self, logs: Any = None) -> None:
         # End the steps before validation, because callbacks may communicate there.
@@ -220,6 +248,8 @@ class EqualSteps(keras.callbacks.Callback):
         if self._is_finished:
             return
         self._is_finished = True
+        if self._adds_step and self._limit is not None and self._done == self._limit - 1:
+            self._step_without_samples()
         if self._watches:
             # A resumed epoch may already be complete; then it is complete on all ranks.
             if self._has_trained or not self._done or self._limit is None:
@@ -232,89 +262,29 @@ class EqualSteps(keras.callbacks.Callback):
             )
 
 
-class AgreedStop(keras.callbacks.Callback):
-    """Keras callback that stops training on all ranks after an epoch in which any rank stops.
+def _can_step_without_samples(model: Any) -> bool:
+    """Returns whether a rank may replace a train step by one update without its own gradients."""
+    optimizer = session.without_loss_scale(model.optimizer)
+    return (
+        session.is_distributed(optimizer)
+        # The train step of a user may do more than update the weights.
+        and session.trains_all_together(model)
+        and optimizer.fit_hooks(model).is_in_step
+        and model.steps_per_execution == 1
+        and not optimizer.gradient_accumulation_steps
+    )
 
-    In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
-    wait for this rank, unless ranks exchange in each step and detect absent ranks.
 
-    Ranks compare settings before the first epoch and after each epoch, and values before each
-    epoch, after the first step and at the end of `fit`. A model's first `fit` instead starts with
-    the values of one rank.
-    """
+def _without_samples(model: Any) -> Any:
+    """Returns a function that updates the weights with the gradients of the other ranks."""
+    optimizer = model.optimizer
+    batch = session.without_loss_scale(optimizer).exchange.batch
 
-    def __init__(self, steps: EqualSteps, synchronizes_model: bool) -> None:
-        super().__init__()
-        self._equal_steps, self._synchronizes_model = steps, synchronizes_model
+    def step() -> None:
+        with batch.counting_none():
+            optimizer.apply([None] * len(model.trainable_weights), model.trainable_weights)
 
-    @override
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._wants_to_stop = self._has_stepped = False
-        self._was_built: bool | None = None
-        self._session = session.of(self.model)
-        waits = self._session.is_in_step and self._session.watches_absence
-        self._defers_stop = self._session.knows_lengths and not waits
-
-    @override
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self._defers_stop and self.model.stop_training:
-            if not self._wants_to_stop:
-                log.warning(
-                    "tfposeidon: rank %d requested a stop within an epoch; training ends on all "
-                    "ranks at the end of this epoch.",
-                    runtime.rank(),
-                )
-            self._wants_to_stop, self.model.stop_training = True, False
-        if self._equal_steps.is_over:
-            raise StopIteration
-        if self._has_stepped or self._session.was_skipped:
-            return
-        self._has_stepped = True
-        if not self._session.is_in_step:
-            return
-        if self._synchronizes_model and not self._was_built:
-            # Ranks have created their weights in this step.
-            entries.synchronize_start(self.model, runtime.wire())
-        else:
-            self._compare_values(WHERE_SET)
-
-    @override
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        begins = self._was_built is None
-        if begins:
-            # A callback that restores only one rank changes that rank's first epoch.
-            settings = _settings(self.model, epoch)
-            # Leave variables to the comparison of values, which names the first difference.
-            del settings["trainable variables"]
-            _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
-            self._was_built = entries.has_weights(self.model)
-        if self._session.has_begun:
-            self._compare_values(WHERE_BEGUN if begins else WHERE_SET, with_layers=begins)
-            return
-        if self._synchronizes_model:
-            entries.synchronize_start(self.model, runtime.wire())
-        self._session.has_begun = True
-
-    @override
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        wants_to_stop = bool(self.model.stop_training or self._wants_to_stop)
-        own = [wants_to_stop, _settings(self.model, epoch)]
-        ranks = exchange_objects(own, runtime.wire(), "tp.stop")
-        _check_equal([settings for _, settings in ranks])
-        self.model.stop_training = any(stop for stop, _ in ranks)
-
-    @override
-    def on_train_end(self, logs: Any = None) -> None:
-        self._compare_values(WHERE_SET)
-
-    def _compare_values(self, remedy: str, with_layers: bool = False) -> None:
-        if not self._synchronizes_model:
-            return
-        problem = entries.difference(self.model, runtime.wire(), with_layers)
-        if problem and self._session.only_reports:
-            runtime.log_once("tfposeidon: %s", problem)
-        elif problem:
-            raise RuntimeError(f"{problem} {remedy}")
+    return step if model.run_eagerly else tf.function(step, autograph=False)
 
 
 class PlannerCallbacks(keras.callbacks.Callback):
@@ -348,44 +318,3 @@ class PlannerCallbacks(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         for callback in self._callbacks.values():
             callback.on_train_batch_end(batch, logs)
-
-
-def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
-    """Returns the settings that must be equal on all ranks, by name, as values for JSON."""
-    settings: dict[str, Any] = {
-        "epoch": epoch,
-        # Compare no paths: Keras numbers layers in them (`dense_1`), differently on each rank.
-        "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
-    }
-    for number, optimizer in enumerate(session.optimizers_of(model)):
-        for place, leaf in enumerate(leaves(optimizer.inner_optimizer)):
-            which = f" of optimizer {number}" if number else ""
-            which += f", part {place}" if place else ""
-            # With a loss scale, ranks that train local weights skip different steps.
-            is_in_step = optimizer.fit_hooks(model).is_in_step
-            values = {
-                "learning rate": leaf.learning_rate if is_in_step else None,
-                "momentum": getattr(leaf, "momentum", None),
-                "weight decay": leaf.weight_decay,
-            }
-            for name, value in values.items():
-                settings[f"{name}{which}"] = None if value is None else float(value)
-    return settings
-
-
-def _check_equal(received: list[dict[str, Any]]) -> None:
-    require_equal(
-        received,
-        "All ranks must train with the same settings",
-        "Run callbacks that set or restore it on all ranks, with the same values; instead of "
-        "callbacks that restore only one rank, use keras_callbacks.Checkpoint.",
-        at_first_entry(lambda first, other: (_shown(first, other), _shown(other, first))),
-    )
-
-
-def _shown(value: Any, other: Any) -> str:
-    """Formats a setting; a list as its length and the first item that `other` does not contain."""
-    if not isinstance(value, list):
-        return str(value)
-    more = [item for item in value if item not in other]
-    return f"{len(value)}" + (f" (including {more[0]!r})" if more else "")

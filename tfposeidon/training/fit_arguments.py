@@ -1,7 +1,7 @@
 """Compares arguments of `fit` across ranks: the data, and callbacks that write files.
 
-A script that does not shard its data trains all ranks on the same samples without an error. A
-comparison of a few samples of each rank detects that before the first step.
+A script that does not shard its data trains all ranks on the same samples without an error. This
+module compares a few samples of each rank, and warns of equal data before the first step.
 
 Unchanged Keras scripts give every rank the same paths. If callbacks of several ranks write to the
 same path, only the lowest rank retains its callback, and broadcasts the state that
@@ -45,14 +45,11 @@ _PATHS = {
 
 
 def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Logs the global batch size of a model's first `fit`, and warns if all ranks' data are equal.
-
-    All ranks call it together.
-    """
+    """Logs the global batch size of a model's first `fit`; warns of equal data. Collective."""
     if session.of(model).has_begun:
         return
     found: list[Any] = []
-    # Read it here, because a generator that raised an error is exhausted.
+    # Read the first batch outside of `try`: a generator that raised an error would be exhausted.
     batch = first_batch(arguments)
     try:
         found.extend(_read(arguments, batch))
@@ -77,7 +74,7 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
 
 
 def first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """Returns the first batch of a generator and puts it back for `fit`."""
+    """Returns the first batch of a generator, and restores it for `fit`; `None` for other data."""
     rest = arguments["x"]
     if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
         return None
@@ -95,7 +92,7 @@ def first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
 def _read(arguments: dict[str, Any], batch: Any) -> Iterator[int | list[Any] | None]:
     """Yields the batch size, and the number of samples with checksums of some of them.
 
-    Both are `None` where they are unknown, as the samples of datasets that call Python.
+    Each of the two is `None` if it is unknown, such as the samples of a dataset that calls Python.
     """
     x = arguments["x"]
     if isinstance(x, tf.data.Dataset):
@@ -132,7 +129,7 @@ def _checksum(value: Any) -> int:
 
 
 def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
-    """Returns how many samples a dataset shuffles or batches, and checksums of the first sample.
+    """Returns the number of samples before the first shuffle or batch, and checksums of the first.
 
     Returns `None` if the dataset has a `shard` step or calls Python.
     """
@@ -161,8 +158,8 @@ def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
 def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
     """Returns the callbacks of `fit` that run on this rank; collective.
 
-    Callbacks of one class with one path run on the lowest rank only. A shared `BackupAndRestore`
-    resumes all ranks.
+    If several ranks pass callbacks of the same class with the same path, only the lowest of these
+    ranks runs its callback. If the class is `BackupAndRestore`, its backup resumes all ranks.
     """
     mine = [_written(callback) for callback in callbacks]
     ranks: dict[str | None, list[int]] = {}
@@ -187,7 +184,7 @@ def with_one_writer(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def _written(callback: Any) -> str | None:
-    """Returns class and path of a callback of Keras that writes files."""
+    """Returns the class and path of a Keras callback that writes files; `None` for others."""
     base = next((base for base in _PATHS if isinstance(callback, base)), None)
     if base is None:
         return None
@@ -217,7 +214,7 @@ class ResumeTogether(keras.callbacks.Callback):
 
 @functools.cache
 def warn_if_all_save() -> None:
-    """Warns once if a rank other than the leader saves a model, as ranks may share the path."""
+    """Warns once if a rank other than the leader saves a model, because ranks may share a path."""
     if runtime.rank() != runtime.leader():
         log.warning(
             "tfposeidon: rank %d saves a model. Ranks that save to the same path at the same "

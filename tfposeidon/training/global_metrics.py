@@ -43,7 +43,7 @@ def samples_seen(model: keras.Model) -> float | None:
     # A model that overrides `metrics` may have a metric of the same name that counts steps.
     if type(model).metrics is not keras.Model.metrics:
         return None
-    # Keras weights each batch's loss by its number of samples, so `count` is the sum of these.
+    # Keras weights each batch's loss by its number of samples, so `count` is the total number.
     tracker = next((metric for metric in model.metrics if metric.name == "loss"), None)
     count = getattr(tracker, "count", None)
     return None if count is None else float(count.numpy())
@@ -92,8 +92,8 @@ class GlobalMetrics(keras.callbacks.Callback):
 class _Phase:
     """Metrics of training or validation on this rank, and the values of their variables.
 
-    The keys of `metrics` and `values` are equal on all ranks; the keys of `results` are Keras's
-    names. `samples` weights this rank.
+    The keys of `metrics` and `values` are the same on all ranks, and the keys of `results` are
+    Keras's names. `samples` is the weight of this rank.
     """
 
     prefix: str
@@ -112,7 +112,7 @@ class _Phase:
             for key, metric in metrics.items()
         }
         seen = samples_seen(model)
-        # Without a loss tracker samples are not counted, and ranks have equal weights.
+        # Without a loss tracker, no samples are counted, and ranks have equal weights.
         return cls(prefix, metrics, values, _results(metrics, {}), 1.0 if seen is None else seen)
 
 
@@ -155,9 +155,9 @@ def _numbers(logs: dict[str, Any]) -> dict[str, np.ndarray]:
 def _with_results_of_all(
     logs: dict[str, Any], phases: list[_Phase], wire: Wire
 ) -> dict[str, tuple[float, np.ndarray]]:
-    """Returns the numbers in `logs` with their weights; metrics are computed over all ranks.
+    """Returns weight and value of each number in `logs`, with metrics computed over all ranks.
 
-    A number that is not the result of a metric remains this rank's number.
+    A number that is not the result of a metric retains the value that it has on this rank.
     """
     totals = _totals(phases, wire)
     of_all = {}
@@ -181,7 +181,7 @@ def _with_results_of_all(
 
 
 def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
-    """Returns the variables of metrics, aggregated over ranks as they declare; collective."""
+    """Returns the variables of metrics, each aggregated by its `aggregation`; collective."""
     layouts = _agree_on_layouts(phases, wire)
     values = {key: value for phase in phases for key, value in phase.values.items()}
     # The vector must not be empty, even if no metric has variables.
@@ -263,7 +263,8 @@ def _mean(name: str, pairs: dict[int, list[Any]]) -> Any:
 class LayerAverages(keras.callbacks.Callback):
     """Keras callback that averages layer state once per epoch, before validation if there is any.
 
-    Validation does not change this state. Partial state is summed at the end of the epoch.
+    Validation does not change averaged state. Partial state, such as counts, is summed over ranks
+    at the end of the epoch.
     """
 
     _is_due = True
@@ -314,7 +315,7 @@ def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
     ranks = exchange_objects(mine, runtime.wire(), "tp.saves")
     if found := [one for names in ranks for one in names]:
         raise ValueError(
-            "Callbacks must save at the end of an epoch if the state of layers is averaged there. "
+            "Callbacks must save at the end of an epoch if the state of layers is averaged then. "
             f"Received: {found[0]}, and {own[0].path!r}, which differs between ranks within an "
             'epoch. Use save_freq="epoch", or keras_callbacks.Checkpoint(every_n_steps=...).'
         )

@@ -1,4 +1,4 @@
-"""Defines hooks of an optimizer in `fit`: think of Keras callbacks that belong to the optimizer."""
+"""Defines the hooks of an optimizer in `fit`, which work like callbacks of the optimizer itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FitHooks:
       join_hooks: Returns the exchanges of a step, which a rank with exhausted input joins.
       abandon_update: Is called on all ranks when an epoch may end within an accumulated update.
       run: Replaces Keras's `fit`, which it receives together with its arguments.
-      wire: Returns the communicator of the ranks in step with this one; `None` for all ranks.
+      wire: Returns the communicator of the ranks that exchange in each step; `None` for all ranks.
       is_in_step: True if ranks exchange in each step, False if each rank trains local weights.
       synchronizes_model: True if `fit` starts all ranks with equal values, averages layer state and
         metrics, and compares replicas.

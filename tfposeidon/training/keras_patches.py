@@ -108,7 +108,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 def _count_samples(model: Any) -> None:
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
-    # A `tf.function` caches its traces; a clone is traced with Keras's function around it.
+    # Use a clone of a `tf.function`: its cached traces do not include the context below.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
 
     @functools.wraps(step)
@@ -129,7 +129,7 @@ def _fit(original: Any, call: inspect.BoundArguments) -> Any:
     own = session.of(model)
     own.begin_fit(callbacks)
     own.shuffles = call.arguments["shuffle"] and _can_shuffle(call.arguments["x"])
-    # Create the hooks before the model is built, because they give optimizers access to it.
+    # Create the hooks before the model is built, because they give optimizers access to the model.
     hooks = own.hooks
     for one in hooks:
         one.check(callbacks)
@@ -160,7 +160,7 @@ def _synchronize_start(model: Any, callbacks: list[Any]) -> None:
     global_metrics.check_saves(model, callbacks)
     # `AgreedStop` synchronizes values again, because callbacks may restore them.
     if not session.of(model).has_begun:
-        # Use the root of `BroadcastVariables`, because its values would be overwritten otherwise.
+        # Use the root of a `BroadcastVariables`, whose values would otherwise be overwritten.
         root = next((one.root_rank for one in callbacks if hasattr(one, "root_rank")), 0)
         # Synchronize global weights: ranks retain local weights that a loop before `fit` trained.
         with session.of(model).global_weights(assign=True):
@@ -196,15 +196,9 @@ def _prepare(model: keras.Model, arguments: dict[str, Any]) -> None:
     if session.is_distributed(optimizer):
         first = fit_arguments.first_batch(arguments)
         _build(model, *first or (arguments[name] for name in ("x", "y", "sample_weight")))
-        if model.optimizer.built and runtime.size() > 1 and _trains_all_together(model):
+        if model.optimizer.built and runtime.size() > 1 and session.trains_all_together(model):
             # Create variables now: if a trace creates any, TensorFlow traces the step again.
             optimizer.fit_hooks(model).prepare(model.trainable_weights)
-
-
-def _trains_all_together(model: keras.Model) -> bool:
-    """Returns whether Keras's own train step is used, which updates all variables in one call."""
-    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
-    return owner.__module__.startswith("keras.")
 
 
 def _as_list(callbacks: Any) -> list[Any]:
@@ -216,7 +210,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
     """Builds model, metrics and optimizer before callbacks broadcast or restore them."""
     # With TensorFlow, Keras builds a model in its first step. A model that can be built neither
     # from shapes nor from a sample remains unbuilt until then, and callbacks that require a built
-    # model raise an error. An eager model may need values to be built, but its metrics do not.
+    # model raise an error. Build an eager model from a sample, because its code may need values.
     if not model.run_eagerly or model.built:
         with _trying("from shapes"), _functions_run_as_python():
             specification = _batch_specification(x, y, sample_weight)
@@ -226,13 +220,13 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
         with _trying("from a sample"):
             # Call the model, because its call may use operations that refuse symbolic tensors.
             model(_first_sample(x), training=False)
-    if model.built and not model.optimizer.built and _trains_all_together(model):
+    if model.built and not model.optimizer.built and session.trains_all_together(model):
         model.optimizer.build(model.trainable_variables)
 
 
 @contextlib.contextmanager
 def _trying(way: str) -> Iterator[None]:
-    """Suppresses errors of one way to build a model, which its first step then builds."""
+    """Suppresses an error of one way to build a model, because the first step can build it."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
@@ -279,7 +273,7 @@ def _zeros(specification: Any) -> Any:
     if isinstance(specification, tf.RaggedTensorSpec):
         dense = tf.zeros([size or 1 for size in shape], specification.dtype)
         return tf.RaggedTensor.from_tensor(dense, ragged_rank=specification.ragged_rank)
-    # This raises if a dimension is unknown, because layers may depend on its size.
+    # An unknown dimension raises an error here, because layers may depend on its size.
     return tf.zeros(shape, specification.dtype)
 
 

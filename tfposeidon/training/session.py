@@ -62,8 +62,8 @@ def held_by(model: Any) -> list[Any]:
     """
     # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
     # of the model, of its layers and of inner models are searched, and the items of their lists and
-    # dictionaries, but no nested ones. Other optimizers are refused in a step. Optimizers of an
-    # inner model that was compiled itself, such as a pretrained encoder, do not train this model.
+    # dictionaries, but no nested lists. A step refuses optimizers elsewhere. Optimizers of an inner
+    # model that was compiled itself, such as a pretrained encoder, do not train this model.
     if not alive:
         return []
     layers = model._flatten_layers(include_self=False)
@@ -124,7 +124,7 @@ class Session:
       watched: Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
       callbacks_with_state: Callbacks of the last `fit` that have a method `state`, by `id`.
       has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
-      has_logged_xla: True once a log line has announced that XLA is off.
+      has_logged_xla: True once the model has logged that XLA is disabled.
       has_begun: True once a `fit` has started all ranks from equal values.
       counts_steps: True if the steps of an execution are counted.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of
@@ -135,7 +135,8 @@ class Session:
       batches_to_skip: Number of batches of a resumed epoch to drop, a multiple of
         `steps_per_execution`.
       was_skipped: True at the end of a batch that was dropped.
-      is_outside_of_fit: True if the step was traced for the equal batches of the last `fit`.
+      is_outside_of_fit: True after a `fit` whose traced step is valid for equal batches only.
+      is_executing: True during an execution of the train function.
       shuffles: True in a `fit` that shuffles samples itself.
     """
 
@@ -202,7 +203,7 @@ class Session:
     # ------------------------------------------------------------------ schemes and resuming
 
     def begin_fit(self, callbacks: Sequence[Any]) -> None:
-        """Discards the state of an interrupted `fit`, and reads declarations of the callbacks."""
+        """Discards the state of an interrupted `fit`, and reads attributes of the callbacks."""
         self.reset_initial_epoch()
         self.only_reports = False
         self.knows_position = any(getattr(one, "knows_position", False) for one in callbacks)
@@ -317,8 +318,8 @@ class Session:
         _check_variables_are_apart(self.model, optimizers)
 
     def watch_absence(self, wanted: bool) -> bool:
-        """Makes steps detect ranks with exhausted input; returns whether to retrace."""
-        # All ranks must pass the same value. Searching for optimizers takes longer than a step.
+        """Sets whether steps detect ranks with exhausted input; returns whether to retrace."""
+        # All ranks must pass the same value. Store optimizers: a search takes longer than a step.
         before, optimizers = self.watches_absence, self.optimizers
         self.watched = optimizers if wanted else []
         # Set all optimizers, because one may have trained another model since this one was traced.
@@ -339,7 +340,8 @@ class Session:
         for batch in batches:
             batch.are_equal = wanted
         before, self._weights_equally = self._weights_equally, wanted
-        # A nested function keeps its trace, which a later trace of the train step cannot call.
+        # Retrace only if necessary: a function in the train step retains its trace, which a later
+        # trace of the train step cannot call.
         return before != wanted and any(one.was_known or not one.is_nested for one in batches)
 
     @contextlib.contextmanager
@@ -404,6 +406,12 @@ class TrainFunction:
         for _, end in self.hooks:
             end(steps)
         return logs
+
+
+def trains_all_together(model: Any) -> bool:
+    """Returns whether Keras's own train step is used, which updates all variables in one call."""
+    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
+    return owner.__module__.startswith("keras.")
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:

@@ -15,7 +15,7 @@
 
 namespace tfposeidon {
 
-// Allocates memory until the op returns. TensorFlow reuses it only for later work on the stream.
+// Holds memory until the op returns. TensorFlow then reuses it only for later work on the stream.
 class TensorFlowMemory : public gpu::Memory {
  public:
   explicit TensorFlowMemory(tensorflow::OpKernelContext* context) : context_(context) {}
@@ -25,7 +25,7 @@ class TensorFlowMemory : public gpu::Memory {
     const absl::Status status = context_->allocate_temp(
         tensorflow::DT_INT8, tensorflow::TensorShape({static_cast<int64_t>(bytes)}), &memory);
     if (!status.ok()) {
-      // TensorFlow reports the first status, so that out of memory stays ResourceExhausted.
+      // TensorFlow reports the first status, so exhausted memory remains ResourceExhausted.
       context_->SetStatus(status);
       throw std::runtime_error(status.ToString());
     }
@@ -38,7 +38,7 @@ class TensorFlowMemory : public gpu::Memory {
   std::vector<tensorflow::Tensor> held_;
 };
 
-// Calls work(device), and sets the op's error to its exception, because TensorFlow catches none.
+// Calls work(device). An exception becomes the op's error, because TensorFlow catches none.
 template <class Work>
 void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
   TensorFlowMemory memory(context);

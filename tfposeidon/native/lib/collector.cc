@@ -35,7 +35,7 @@ void shrink(Candidates* c, int64_t k, Buffer<uint32_t>* scratch, const InnerLoop
   c->above = static_cast<int32_t>(kth);
 }
 
-// With high probability, the wanted key is in (low, high].
+// Range (low, high] that contains the wanted key with high probability.
 struct Bracket {
   int32_t low;
   int32_t high;

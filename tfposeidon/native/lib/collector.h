@@ -73,8 +73,8 @@ struct Engine {
 };
 
 // Returns a key that slightly more than k of the n elements exceed with high probability, or
-// kEverything if a sample cannot estimate it. `margin` is in standard deviations of the number
-// sampled. With 0, the estimate is too high as often as too low.
+// kEverything if a sample cannot estimate it. `margin` is in standard deviations of the number of
+// sampled elements above the key. With 0, the estimate is too high as often as too low.
 int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin,
                           const Engine& engine);
 

@@ -13,7 +13,7 @@ namespace tfposeidon {
 // Dtype in which values are sent.
 enum class WireType { kFloat32, kFloat16, kBfloat16 };
 
-// Uses no CPU instruction, because it would flush denormals to zero, and ranks would differ.
+// Uses no bfloat16 instruction of the CPU, which would flush denormals, so that ranks would differ.
 TFPOSEIDON_HOST_DEVICE inline uint16_t to_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
   // Add half of the last retained place, minus one if that place is even, so that ties go to even.

@@ -18,8 +18,8 @@ typedef float Half __attribute__((vector_size(32)));
 
 constexpr int64_t kGroups = kBlock / 16;
 
-// Uses no branch: most groups have no hit, and a mispredicted branch costs more than writing each
-// group's index.
+// Uses no branch, because most groups have no hit, and a mispredicted branch costs more than the
+// write of a group's index.
 inline int64_t list_one_by_one(const uint16_t* masks, uint16_t* hits) {
   int64_t count = 0;
   for (int64_t g = 0; g < kGroups; ++g) {

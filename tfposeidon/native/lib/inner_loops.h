@@ -35,8 +35,8 @@ struct InnerLoops {
   // kSlack.
   int64_t (*between)(const uint32_t* bits, int64_t n, int32_t low, int32_t high, uint32_t* keys);
 
-  // Writes the candidates of n whose key is > above: indices (plus `base`) and values. Returns
-  // their number, at most `room`; nothing is written after them.
+  // Writes those of n candidates whose key is > above: indices (plus `base`) and values. Returns
+  // their number, at most `room`; writes nothing after them.
   int64_t (*compact)(const uint32_t* indices, const uint32_t* bits, int64_t n, int32_t above,
                      uint32_t base, int64_t room, int32_t* out_indices, float* out_values);
 
@@ -77,4 +77,4 @@ const InnerLoops& best_loops();
 
 }  // namespace tfposeidon
 
-#endif  // TFPOSEIDON_NATIVE_LIB_PASSES_H_
+#endif  // TFPOSEIDON_NATIVE_LIB_INNER_LOOPS_H_

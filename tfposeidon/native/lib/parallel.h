@@ -44,7 +44,7 @@ inline int parts_for(int64_t n, const Parallel& parallel) {
   return static_cast<int>(std::max(busy, n / kLargestPart + 1));
 }
 
-// Returns even shares that begin at cache lines, so that no two threads write to the same line.
+// Returns one of several even shares. Shares begin at cache lines, so that threads share no line.
 inline Range part_of(int64_t n, int parts, int part) {
   auto begin_of = [&](int64_t i) { return i == parts ? n : n * i / parts / 64 * 64; };
   return {begin_of(part), begin_of(part + 1)};

@@ -19,8 +19,8 @@ constexpr int64_t kSmallestSample = 4096;
 // For fewer elements, sampling saves no time.
 constexpr int64_t kSmallestSampled = 8 * kSmallestSample;
 
-// Margin in standard deviations of the number sampled. With four of them, about one in 30,000
-// selections collects too few elements.
+// Margin in standard deviations of the number of sampled elements above the threshold. With four of
+// them, about one in 30,000 selections collects too few elements.
 constexpr double kSafe = 4.0;
 
 struct Sampling {

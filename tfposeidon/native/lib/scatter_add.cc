@@ -28,8 +28,8 @@ Outside first_outside(const Index* indices, int64_t total, int64_t n) {
   return {};
 }
 
-// Adds the pairs in [range.begin, range.end), tile by tile, and returns their number. It expects
-// ascending segments. For other segments, writes stay in the range, and the sum of the returned
+// Adds the pairs in [range.begin, range.end), tile by tile, and returns their number. Expects
+// ascending segments; for other segments, writes stay in the range, and the sum of the returned
 // numbers is too small.
 template <class Index>
 int64_t add_ascending(const Index* indices, const float* values, const std::vector<int64_t>& ends,

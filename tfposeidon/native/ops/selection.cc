@@ -10,8 +10,8 @@ using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// Inputs are `vectors` vectors of equal length, then the scalars k and seed. Outputs are values and
-// indices of length k, then `kept` vectors of the inputs' length.
+// Sets the shapes of a selection. Inputs are `vectors` vectors of equal length, then the scalars k
+// and seed. Outputs are values and indices of length k, then `kept` vectors of the inputs' length.
 absl::Status selection_shapes(InferenceContext* c, int vectors, int kept) {
   ShapeHandle vector;
   TF_RETURN_IF_ERROR(c->WithRank(c->input(0), 1, &vector));

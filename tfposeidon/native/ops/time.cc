@@ -20,8 +20,8 @@ REGISTER_OP("TfposeidonTimeAfter")
 Returns the time at which tensors are ready, like `Timestamp` under control dependencies.
 
 `Timestamp` is stateful, and `tf.function` runs stateful ops one after another. After a Python
-function in a backward pass, it would return the time of the last gradient for all gradients. This
-op is stateless.
+function in a backward pass, `Timestamp` would return the time of the last gradient for all
+gradients. This op is stateless.
 
 values: Tensors of any types and shapes, which are not read.
 seconds: Scalar: seconds since 1970.

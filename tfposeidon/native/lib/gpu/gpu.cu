@@ -33,7 +33,7 @@ class Cuda {
     return static_cast<T*>(allocator_.memory->allocate(sizeof(T) * n));
   }
 
-  // The list may be freed after the call, because CUDA reads memory that is not pinned before.
+  // The list may be freed after the call, because the call itself copies memory that is not pinned.
   template <class T>
   T* copied(const std::vector<T>& list) {
     T* place = array<T>(list.size());
