@@ -62,7 +62,7 @@ def test_corrupt_samples_of_many_sizes_are_detected_and_repaired(tmp_path, damag
 
 
 def test_a_sample_at_the_position_of_another_is_corrupt(tmp_path):
-    """Its checksum is valid, but it lies in the slot of another sample."""
+    """The sample is complete, but lies in the slot of another sample."""
     pool = new_pool(tmp_path)
     pool.put(3, drawn_sample(3))
     pool.put(4, drawn_sample(4))

@@ -1,4 +1,4 @@
-"""Variables of launchers beside those of platforms: which of them count."""
+"""Tests which variables determine a rank if both a launcher and a platform set some."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -37,7 +37,7 @@ def environment(monkeypatch):
     ("variables", "has_mpi", "expected"),
     [
         (MPIRUN, True, ProcessRank(2, 4, 2, 4)),
-        # tfposeidon.init() refuses it, because Horovod has one process.
+        # tfposeidon.init() refuses this job, because Horovod has one process.
         (MPIRUN, False, ProcessRank(2, 4, 2, 4)),
         ({**MPIRUN, **ONE_WORKER}, False, ProcessRank(2, 4, 2, 4)),
         ({**MPIRUN, **RUN}, True, ProcessRank(1, 2)),
@@ -48,7 +48,7 @@ def environment(monkeypatch):
         ({**TORCHRUN, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}, False, ProcessRank()),
     ],
 )
-def test_the_rank_of_a_process(environment, variables, has_mpi, expected):
+def test_variables_of_launchers_or_platforms_determine_the_rank(environment, variables, has_mpi, expected):
     environment(variables, has_mpi)
     assert launcher.process_rank() == expected
 
