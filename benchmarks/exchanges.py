@@ -46,7 +46,7 @@ def one_server_each(lengths, ranks):
       lengths: Elements of each variable by its path, in the order of the layers.
       ranks: Number of ranks.
     """
-    # Gradients appear in this order, that of the last layer first.
+    # The gradient of the last layer appears first.
     kernels = [item for item in lengths.items() if re.search("dense[0-9]+/kernel", item[0])]
     return [*baselines.balanced(reversed(kernels), ranks), (".*", "ps")]
 

@@ -120,7 +120,7 @@ def planned(options):
     """Returns one job per model, layout, bandwidth and worker."""
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
-    # Only if it is set, so that keys of stored results stay valid.
+    # Add it only if it is set, so that keys of stored results stay valid.
     flow = {"flow_gbit": options.flow_gbit} if options.flow_gbit else {}
     return harness.keyed(
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}

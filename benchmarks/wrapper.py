@@ -61,7 +61,7 @@ def planned(options):
         for name in options.systems
         for bucket_mib in (options.bucket_mib if name not in WHOLE else [0])
     ]
-    # Only if it is set, so that keys of stored results stay valid.
+    # Add it only if it is set, so that keys of stored results stay valid.
     more = {"shrink": options.shrink} if options.shrink > 1 else {}
     return harness.keyed(
         {"system": name, "model": options.model, "pairs": options.pairs} | more for name in names
