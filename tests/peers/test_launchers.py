@@ -48,7 +48,7 @@ def environment(monkeypatch):
         ({**TORCHRUN, "HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}, False, ProcessRank()),
     ],
 )
-def test_variables_of_launchers_or_platforms_determine_the_rank(environment, variables, has_mpi, expected):
+def test_variables_determine_the_rank_of_a_process(environment, variables, has_mpi, expected):
     environment(variables, has_mpi)
     assert launcher.process_rank() == expected
 
