@@ -35,7 +35,7 @@ def load_data(global_batch):
     share = slice(tp.rank(), None, tp.size())
     train, test = (images[300:], labels[300:]), (images[:300], labels[:300])
     mine = tf.data.Dataset.from_tensor_slices((train[0][share], train[1][share]))
-    # All ranks must take the same number of steps in a custom loop, so remaining samples are dropped.
+    # All ranks must take the same number of steps in a custom loop, so drop remaining samples.
     mine = mine.shuffle(2000).batch(global_batch // tp.size(), drop_remainder=True)
     steps = len(train[0]) // tp.size() // (global_batch // tp.size())
     return mine.take(steps).prefetch(2), (test[0][share], test[1][share])
