@@ -25,6 +25,21 @@ def test_the_example_runs(monkeypatch):
     assert "Plan for 1 rank(s)" in str(names["optimizer"].plan)
 
 
+def test_troubleshooting_quotes_messages_of_the_code():
+    packages = ("tfposeidon", "datacache", "keras_callbacks")
+    files = [ROOT / "setup.py", *(path for p in packages for path in (ROOT / p).rglob("*.py"))]
+    # Join adjacent literals.
+    code = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in files))
+    code = code.replace("{job.unit}", "rank").replace("{source}", "TF_CONFIG")
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = set(re.findall(r"\*\*`+ ?(.+?) ?`+\*\*", page))
+    messages.remove("'LossScaleOptimizer' object has no attribute 'plan'")  # Keras raises it.
+    parts = [
+        part for m in messages for part in re.split(r"\.\.\.|\. Received|\[1\]|\b[\dN.]+\b", m)
+    ]
+    assert [part for part in parts if part.strip() not in code] == []
+
+
 def test_linked_documents_exist():
     for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):

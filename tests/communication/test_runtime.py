@@ -231,6 +231,18 @@ def test_check_reports(capsys, monkeypatch):
     assert "separates jobs but is not secret" in said
 
 
+def test_check_reports_the_platform_before_an_invalid_token(capsys, monkeypatch, tmp_path):
+    token = tmp_path / "token"
+    token.write_text("")
+    token.chmod(0o600)
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("TFPOSEIDON_TOKEN_FILE", str(token))
+    assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 1
+    said = capsys.readouterr().err
+    assert "TrainJob lacks PET_NODE_RANK" in said
+    assert "tfposeidon check: A token file must hold a token" in said
+
+
 def test_check_reports_what_it_has_found_before_an_error(capsys, monkeypatch):
     monkeypatch.setenv("PET_NNODES", "2")
     error = TimeoutError("rank 1 did not register")

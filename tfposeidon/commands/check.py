@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def version_of(name: str) -> str | None:
     return next((found.version for found in importlib.metadata.distributions(name=name)), None)
 
 
-def peer_rows() -> list[tuple[str, str]]:
-    """Returns table rows about the platforms whose variables are set, and about the job's token."""
+def peer_rows() -> Iterator[tuple[str, str]]:
+    """Yields table rows about the platforms whose variables are set, and about the job's token."""
     # Import these modules here for the reason in `main`.
     import_tensorflow()
     from tfposeidon.communication import launcher
@@ -110,16 +111,18 @@ def peer_rows() -> list[tuple[str, str]]:
     found = "; ".join(map(str, sources.jobs(os.environ)))
     if rendezvous.has_launcher(os.environ, launcher.has_mpi()):
         name = next(name for name in launcher.RANK if os.environ.get(name))
-        by_launcher = ("peers by", f"a launcher, which has set {name}")
-        return [by_launcher, ("other sources", found)] if found else [by_launcher]
-    if not found:
-        return []
-    secret = (
-        f"requests carry a key from {sources.TOKEN}"
-        if sources.token(os.environ)
-        else "requests carry the job's identity, which separates jobs but is not secret"
-    )
-    return [("peers by", found), ("rendezvous", secret)]
+        yield "peers by", f"a launcher, which has set {name}"
+        if found:
+            yield "other sources", found
+    elif found:
+        # Yield this row first, because the token may be invalid: `main` must show it all the same.
+        yield "peers by", found
+        secret = (
+            f"requests carry a key from {sources.TOKEN}"
+            if sources.token(os.environ)
+            else "requests carry the job's identity, which separates jobs but is not secret"
+        )
+        yield "rendezvous", secret
 
 
 def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
