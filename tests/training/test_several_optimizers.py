@@ -123,13 +123,17 @@ def test_broadcast_gives_the_state_of_all_optimizers(wire):
 
 def test_callbacks_apply_to_all_optimizers(wire):
     model = make_gan(True, scheme="alltoall")
-    with Raises(
-        ValueError,
-        "must be given if a model has several.*several optimizers, of which 2 communicate",
+    phases = [keras_callbacks.Phase(epochs=1, size=1, batch=4)]
+    for callback in (
+        keras_callbacks.LearningRateSchedule(0.1, 1.0),
+        keras_callbacks.ProgressiveResize(phases, 0.1),
     ):
-        model.fit(
-            *gan_data(4), verbose=0, callbacks=[keras_callbacks.LearningRateSchedule(0.1, 1.0)]
-        )
+        with Raises(
+            ValueError,
+            "must be given if a model has several.*several optimizers, of which 2 communicate"
+            ".*Use a LearningRateSchedule or LearningRateWarmup with optimizer",
+        ):
+            model.fit(*gan_data(4), verbose=0, callbacks=[callback])
     g_optimizer = model.optimizers["generator"]
     schedule = keras_callbacks.LearningRateSchedule(
         0.5, lambda epoch: 1 / (epoch + 1), optimizer=g_optimizer
