@@ -99,7 +99,7 @@ class SchemeSchedule(keras.callbacks.Callback):
         # because schemes that have sent their residuals remain dense.
         if self._goes_by(epoch) and not self._is_flushing:
             return
-        if self.verbose and not self._is_flushing:
+        if self.verbose and not self._goes_by(epoch):
             runtime.log_once(
                 "tfposeidon: epoch %d changes the scheme to %s.", epoch, self._wanted_at(epoch)
             )
