@@ -141,7 +141,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
             raise ValueError(
                 "`optimizer` must be given if a model has several optimizers. Received: a model "
                 f"with several optimizers, of which {count} communicate, and optimizer=None. Use "
-                f"one {type(self).__name__} with optimizer=... for each of them."
+                "a LearningRateSchedule or LearningRateWarmup with optimizer=... for each of them."
             )
         if len(leaves(self.optimizer)) > 1:
             raise ValueError(

@@ -202,7 +202,11 @@ def test_with_exhausted_input_checks_a_schedule_costs_one_dense_step(wire):
     schedule = keras_callbacks.SchemeSchedule({0: scheme, 2: "torus2d"})
     data = models.mlp.data(12)
     fit = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
-    model.fit(*data, callbacks=[watching, schedule], **fit)
+    with LogLines() as lines:
+        model.fit(*data, callbacks=[watching, schedule], **fit)
+    changes = [line for line in lines if "changes the scheme to" in line]
+    expected = [f"tfposeidon: epoch 2 changes the scheme to {tp.schemes.Torus2D()}."]
+    assert changes == ([] if wire.topology.rank else expected), lines
     sparse, flushed, dense = ("topk", False), ("topk", True), ("torus2d", True)
     assert watching.seen == [*[sparse] * 5, flushed, *[dense] * 3], watching.seen
     same_on_all_ranks(model.get_weights(), wire)

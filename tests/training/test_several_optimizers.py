@@ -123,13 +123,18 @@ def test_broadcast_gives_the_state_of_all_optimizers(wire):
 
 def test_callbacks_apply_to_all_optimizers(wire):
     model = make_gan(True, scheme="alltoall")
-    with Raises(
-        ValueError,
-        "must be given if a model has several.*several optimizers, of which 2 communicate",
+    phase = keras_callbacks.Phase(epochs=1, size=1, batch=4)
+    for one in (
+        keras_callbacks.LearningRateSchedule(0.1, 1.0),
+        # It has no argument `optimizer`, so the remedy names the callbacks that have one.
+        keras_callbacks.ProgressiveResize([phase], 0.1),
     ):
-        model.fit(
-            *gan_data(4), verbose=0, callbacks=[keras_callbacks.LearningRateSchedule(0.1, 1.0)]
-        )
+        with Raises(
+            ValueError,
+            "must be given if a model has several.*several optimizers, of which 2 communicate.*"
+            "Use a LearningRateSchedule or LearningRateWarmup with optimizer=",
+        ):
+            model.fit(*gan_data(4), verbose=0, callbacks=[one])
     g_optimizer = model.optimizers["generator"]
     schedule = keras_callbacks.LearningRateSchedule(
         0.5, lambda epoch: 1 / (epoch + 1), optimizer=g_optimizer
