@@ -99,10 +99,6 @@ class SchemeSchedule(keras.callbacks.Callback):
         # because schemes that have sent their residuals remain dense.
         if self._goes_by(epoch) and not self._is_flushing:
             return
-        if self.verbose and not self._goes_by(epoch):
-            runtime.log_once(
-                "tfposeidon: epoch %d changes the scheme to %s.", epoch, self._wanted_at(epoch)
-            )
         self._flush()
         self._change_if_flushed()
 
@@ -135,7 +131,11 @@ class SchemeSchedule(keras.callbacks.Callback):
     def _change_if_flushed(self) -> None:
         if self._is_flushing and self._session.has_flushed:
             self._is_flushing = False
-            self._session.change_scheme(self._wanted_at(self._epoch))
+            wanted = self._wanted_at(self._epoch)
+            if self.verbose and not self._goes_by(self._epoch):
+                text = "tfposeidon: epoch %d changes the scheme to %s."
+                runtime.log_once(text, self._epoch, wanted)
+            self._session.change_scheme(wanted)
 
 
 def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
