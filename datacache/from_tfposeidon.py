@@ -14,7 +14,6 @@ from tfposeidon.checks import require_equal as require_equal
 from tfposeidon.communication.launcher import process_rank as process_rank
 from tfposeidon.memory import available_memory as available_memory
 from tfposeidon.memory import is_memory as is_memory
-from tfposeidon.quiet import import_tensorflow as import_tensorflow
 from tfposeidon.text import ProgressBar as ProgressBar
 from tfposeidon.text import parse_share as parse_share
 from tfposeidon.text import parse_size as parse_size

@@ -162,11 +162,9 @@ class Caches:
     def begin(self, size, next_size):
         """Returns the caches of one resolution, and starts to fill those of the next."""
         self._end_warming()
-        # Earlier resolutions are not needed again, and the next ones need their memory.
+        # Earlier resolutions are not needed again. Their samples stay in memory for another run.
         for old in [one for one in self._open if one not in (size, next_size)]:
             self._close(old)
-        # A new store may need the memory of an old one, which all ranks must have closed.
-        tp.barrier()
         for wanted in filter(None, (size, next_size)):
             self._open_all(wanted)
         if next_size not in (None, size) and "cache" not in self._options.without:

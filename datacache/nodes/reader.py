@@ -123,8 +123,8 @@ class PartitionedReader(Reader):
         # `Cache.warm` does not look ahead, and samples may have been cleared after `look_ahead`.
         self._ask(indices)
         with self._lock:
-            asked = [sample for sample in indices.tolist() if sample in self._coming]
-            coming = {sample: self._coming.pop(sample) for sample in asked}
+            # A batch across two epochs may contain a sample twice.
+            coming = {n: self._coming.pop(n) for n in self._coming.keys() & indices.tolist()}
         # Produce this node's samples while the others are transferred.
         made = self.tiers.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():

@@ -42,7 +42,8 @@ class Pool(Owner):
         self.folder, self._closing = Path(folder), threading.Event()
         self._background: threading.Thread | None = None
         with contextlib.ExitStack() as opened:
-            self._file = opened.enter_context(StoreFile(self.folder, make_spec))
+            self._file = StoreFile(self.folder, make_spec)
+            opened.push(self)
             self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
             self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
             self._slot_indices = self.spec.shard.slot_indices()

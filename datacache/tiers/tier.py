@@ -353,9 +353,9 @@ class StoreTier(Tier):
                         if missing < len(kept):
                             # Clear samples of an earlier pass, which may have had another order.
                             pool.clear()
-                        for sample, arrays in stream(set(kept.tolist())):
-                            pool.put(sample, arrays)
-                    return
+                        # Read it again if another process has cleared the store in the meantime.
+                        if False in {pool.put(*one) for one in stream(set(kept.tolist()))}:
+                            return
             time.sleep(POLL_S)
 
     def _report_corrupt(self, corrupt: np.ndarray) -> None:

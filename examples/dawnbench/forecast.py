@@ -55,7 +55,7 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
     ranks = f"{topology.size} V100 with {network} between nodes"
     print(f"\ntraining: {total_s:.0f} s on {ranks}, without evaluation, tracing and reading")
     print(_memory(model, [step.plan for step in steps]))
-    print("cached images: two resolutions at a time, split over nodes if memory is insufficient")
+    print("cached images: all resolutions together, split over nodes if memory is insufficient")
     if with_variables:
         for plan in {step.plan.digest: step.plan for step in steps}.values():
             print(f"\n{plan}")

@@ -14,7 +14,7 @@ import keras_callbacks
 import tfposeidon as tp
 from datacache.nodes import sample_exchange
 from datacache.nodes.sample_exchange import SampleExchange
-from datacache.pool.spec import Layout
+from datacache.pool.spec import Layout, owner_nodes
 from tests import drawn
 from tests.helpers.caching import BATCH, SAMPLES, make_folder
 from tests.helpers.checks import Raises
@@ -209,6 +209,23 @@ def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
             assert seen == [share.tolist() for share, _ in itertools.islice(batches, count)]
 
 
+def test_a_batch_across_epochs_may_contain_a_sample_twice(wire):
+    """A job on fewer ranks has left one sample, which the last rank gets twice from elsewhere."""
+    ranks, nodes = wire.topology.size, len(wire.topology.nodes)
+    position = datacache.Position(samples=SAMPLES - 1)
+    for seed in itertools.count():
+        order = datacache.Order(samples=SAMPLES, global_batch=SAMPLES, seed=seed)
+        (left, *share), _ = next(order.batches(position, ranks - 1, ranks))
+        if left in share and owner_nodes(SAMPLES, nodes)[left] != nodes - 1:
+            break
+    with make_folder(wire) as folder:
+        cache = _open(wire, folder)
+        data = cache.dataset(SAMPLES, seed=seed, state=order.state_dict(position))
+        mine, _ = next(order.batches(position, wire.topology.rank, ranks))
+        assert drawn.numbers(cache.counted(data), SAMPLES) == mine.tolist()
+        cache.close()
+
+
 def test_ranks_may_leave_an_epoch_at_different_steps(wire):
     """The ranks that leave early and the remaining ranks do not wait for each other."""
     with make_folder(wire) as folder:
@@ -220,7 +237,8 @@ def test_ranks_may_leave_an_epoch_at_different_steps(wire):
         cache.close()
 
 
-def test_ranks_with_different_functions_are_refused(wire):
+@pytest.mark.parametrize("folders", [{}, {"memory": None}])
+def test_ranks_with_different_functions_are_refused(wire, folders):
     with (
         make_folder(wire) as folder,
         Raises(
@@ -231,7 +249,10 @@ def test_ranks_with_different_functions_are_refused(wire):
     ):
         factor = tf.constant(wire.topology.rank, tf.int64)
         _open(
-            wire, folder, lambda contents, label: (drawn.decode(contents, label)[0], label * factor)
+            wire,
+            folder,
+            lambda contents, label: (drawn.decode(contents, label)[0], label * factor),
+            **folders,
         )
 
 

@@ -60,6 +60,20 @@ def test_a_failed_open_leaves_no_descriptors(tmp_path, monkeypatch, step):
     remove(tmp_path / "pool")
 
 
+def test_a_kept_exception_keeps_no_store_open(tmp_path, monkeypatch):
+    """The frames of its traceback refer to the arrays of the store."""
+
+    def fails(*_):
+        raise RuntimeError("no more")
+
+    varying_pool(tmp_path).close()
+    monkeypatch.setattr("datacache.pool.pool.Heap", fails)
+    with pytest.raises(RuntimeError, match="no more") as kept:
+        varying_pool(tmp_path)
+    assert _open_files(tmp_path) == []
+    assert kept.traceback
+
+
 def test_a_store_does_not_lock_its_whole_file(tmp_path):
     """Network file systems emulate `flock` by byte-range locks, which stores need themselves."""
     with varying_pool(tmp_path), open(tmp_path / "datacache.store", "rb") as file:

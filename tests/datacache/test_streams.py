@@ -153,26 +153,48 @@ def test_a_parse_error_does_not_count_as_damage(tmp_path, opened):
         datacache.from_dataset(data, key="lines")
 
 
+class _Stream(StreamSource):
+    """Numbers that a function yields."""
+
+    signature = (tf.TensorSpec([], tf.int64),)
+
+    def __init__(self, length, numbers):
+        self.identity, self._length, self._numbers = f"{length} numbers", length, numbers
+
+    def __len__(self):
+        return self._length
+
+    def name(self, sample):
+        return f"number {sample}"
+
+    def decode(self, number):
+        return number
+
+    def stream(self):
+        return ([np.array(number)] for number in self._numbers())
+
+
 @pytest.mark.parametrize(("count", "received"), [(3, "3 samples from"), (7, "more samples from")])
 def test_a_stream_of_another_length_is_refused(opened, count, received):
-    class Stream(StreamSource):
-        identity, signature = f"stream {count}", [tf.TensorSpec([], tf.int64)]
-
-        def __len__(self):
-            return 5
-
-        def name(self, sample):
-            return f"number {sample}"
-
-        def decode(self, number):
-            return number
-
-        def stream(self):
-            yield from ([np.array(number)] for number in range(count))
-
-    cache = opened(Stream(), None)
+    cache = opened(_Stream(5, lambda: range(count)), None)
     with pytest.raises(Exception, match=f"as many samples as its length. Received: {received}"):
         list(cache.dataset(5))
+
+
+def test_a_stream_is_read_again_if_its_store_is_cleared_meanwhile(opened):
+    others = []
+
+    def numbers():
+        for number in range(SAMPLES):
+            if number == 9 and others:
+                others.pop().clear()
+            yield number
+
+    source = _Stream(SAMPLES, numbers)
+    cache = opened(source, None)
+    others.append(opened(source, None))
+    read = [int(n) for batch in cache.dataset(5, shuffle=False) for n in batch]
+    assert (read, others) == (list(range(SAMPLES)), [])
 
 
 def _fast():
