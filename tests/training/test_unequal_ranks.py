@@ -36,21 +36,26 @@ def test_known_lengths(wire):
     assert len(said) == (1 if wire.topology.rank == 0 else 0)
 
 
+def _unregularized():
+    layers = keras.layers.Dense(24, activation="relu"), keras.layers.Dense(models.CLASSES)
+    return keras.Sequential([keras.Input((20,)), *layers])
+
+
 @pytest.mark.parametrize(
-    ("scheme", "options"),
+    ("build", "scheme", "options"),
     [
-        ("auto", {}),
-        ("allreduce", {"run_eagerly": True}),
-        ("hybcomm", {}),
-        (SERVED, {}),
+        (models.mlp, "allreduce", {"run_eagerly": True}),
+        (models.mlp, SERVED, {}),
+        (_unregularized, "auto", {}),
+        (_unregularized, "hybcomm", {}),
     ],
 )
-def test_shares_with_a_last_batch_on_some_ranks_equal_one_process(wire, scheme, options):
+def test_shares_with_a_last_batch_on_some_ranks_equal_one_process(wire, build, scheme, options):
     data = models.mlp.data(2 * BATCH + 1)  # Shares of 9, 8 and 8 samples.
-    start = models.mlp()
+    start = build()
     fit = {"epochs": 2, "shuffle": False, "verbose": 0}
-    reference = train_alone(models.copy(models.mlp, start), data, sgd(), **fit)
-    model, optimizer = models.copy(models.mlp, start), distributed(sgd(), scheme=scheme)
+    reference = train_alone(models.copy(build, start), data, sgd(), **fit)
+    model, optimizer = models.copy(build, start), distributed(sgd(), scheme=scheme)
     model.compile(optimizer=optimizer, loss=models.LOSS, **options)
     mine = tp.shard(data)
     model.fit(*mine, batch_size=4, validation_data=mine, **fit)

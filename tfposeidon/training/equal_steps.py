@@ -272,6 +272,8 @@ def _can_step_without_samples(model: Any) -> bool:
         and optimizer.fit_hooks(model).is_in_step
         and model.steps_per_execution == 1
         and not optimizer.gradient_accumulation_steps
+        # Ranks add the gradient of a regularizer to sufficient factors themselves.
+        and (optimizer.policy.reader is None or (entries.has_weights(model) and not model.losses))
     )
 
 
