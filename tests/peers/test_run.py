@@ -230,6 +230,23 @@ def test_a_signal_ends_all_ranks_and_is_reported_to_other_nodes(job, handled, tm
     assert first_failure(server) == f"run of node 2 received {number.name}."
 
 
+def test_a_signal_during_the_start_ends_the_started_ranks(job, handled, tmp_path, monkeypatch):
+    create = asyncio.create_subprocess_exec
+
+    async def create_slowly(*command, **options):
+        process = await create(*command, **options)
+        await asyncio.sleep(0.5)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_slowly)
+    started = tmp_path / "started"
+    thread = sends(signal.SIGTERM, started.exists)
+    running = ranks(f"touch {started}; sleep 60", "sleep 60")
+    assert asyncio.run(run.run_ranks(running, job[1], None)) == 128 + signal.SIGTERM
+    thread.join()
+    assert [rank.status for rank in running] == [-signal.SIGTERM] * 2
+
+
 def test_a_second_signal_kills_ranks_that_ignore_the_first(job, handled, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "TERMINATION_S", 60.0)
     started, asked = tmp_path / "started", tmp_path / "asked"

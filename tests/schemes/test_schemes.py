@@ -168,7 +168,7 @@ def test_state_of_another_layout_is_refused(kind):
     wrong = (state[0], state[1][:-1])
     wire = InProcessWire(Cluster(LAYOUTS["1"]), 0)
     with pytest.raises(
-        ValueError, match=r"must match this rank's shard, .*Received: shapes .*another layout"
+        ValueError, match=r"must match this rank's shard, .*Received: shapes .*for this layout"
     ):
         scheme.exchange(tf.zeros([101]), wrong, wire, "x")
 

@@ -107,18 +107,10 @@ class Runner:
         self._task = asyncio.current_task()
         watchers: set[asyncio.Task[None]] = set()
         tasks: set[asyncio.Task[None]] = set()
+        starting = asyncio.create_task(self._start(ranks))
         try:
-            for rank in ranks:
-                rank.process = await asyncio.create_subprocess_exec(
-                    *rank.command,
-                    env=rank.environment,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    # Start a new process group, so that signals reach the rank's child processes.
-                    start_new_session=True,
-                )
-                self.ranks.append(rank)
+            # Shield the start, because a cancelled start would leave processes that nothing ends.
+            await asyncio.shield(starting)
             tasks = {asyncio.create_task(one()) for one in background}
             watchers = {asyncio.create_task(self._watch(rank)) for rank in ranks}
             waiting = watchers | tasks
@@ -132,8 +124,23 @@ class Runner:
             self._task = None
             for task in tasks:
                 task.cancel()
+            await asyncio.wait([starting])
+            watchers = watchers or {asyncio.create_task(self._watch(rank)) for rank in self.ranks}
             await self.end(0.0)
             await asyncio.gather(*watchers)
+
+    async def _start(self, ranks: Sequence[Rank]) -> None:
+        for rank in ranks:
+            rank.process = await asyncio.create_subprocess_exec(
+                *rank.command,
+                env=rank.environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                # Start a new process group, so that signals reach the rank's child processes.
+                start_new_session=True,
+            )
+            self.ranks.append(rank)
 
     def cancel(self) -> None:
         """Makes `run`, in another task, end all ranks unless they are already ending."""
