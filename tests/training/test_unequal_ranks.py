@@ -18,6 +18,7 @@ from tests.helpers.models import rank_variables, same_on_all_ranks
 from tests.helpers.over_ranks import exchange_objects, on_one_rank
 from tests.helpers.training import BATCH, SERVED, check_equal, distributed, sgd, train_alone
 from tests.helpers.uneven import check_together, compiled_for_lengths, of_unknown_length
+from tfposeidon.training.equal_steps import has_batch_hooks
 
 pytestmark = pytest.mark.ranks("3")
 
@@ -306,6 +307,38 @@ class Follows(keras.Model):
             copy.assign(0.9 * copy + 0.1 * variable)
         self.steps.assign_add(1)
         return {"loss": loss}
+
+
+class _BuiltInTheFirstStep(keras.Model):
+    """Has a network that only the train step calls, and so builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(models.CLASSES)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(y, self.inner(x))
+        variables = self.inner.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("steps_per_execution", "batches"), [(1, 1), (4, 3)])
+def test_weights_of_a_first_step_that_ends_the_epoch_are_equal(wire, steps_per_execution, batches):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = _BuiltInTheFirstStep()
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, steps_per_execution=steps_per_execution)
+    model.fit(of_unknown_length(batches), epochs=2, verbose=0)
+    check_together(model, optimizer, wire, 2 * batches)
+
+
+def test_inherited_hooks_for_batches_stop_no_epoch():
+    inherited = type("Mine", (keras_callbacks.MetricAverage,), {})
+    own = type("Mine", (inherited,), {"on_train_batch_end": lambda self, batch, logs=None: None})
+    assert [has_batch_hooks(kind()) for kind in (inherited, own)] == [False, True]
 
 
 def test_dropped_steps_change_no_state(wire):

@@ -229,7 +229,8 @@ class NetworkProfile(Configured):
             found = json.loads(text)
             if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
                 raise ValueError(f"`format` is not {FORMAT}")
-            links = {name: Link(**found[name]) for name in ("node", "across") if found.get(name)}
+            known = [name for name in ("node", "across") if found.get(name) is not None]
+            links = {name: Link(**found[name]) for name in known}
             rates, hosts = Rates(**found["rates"]), tuple(found.get("hosts", ()))
             return cls(**found | links | {"rates": rates, "hosts": hosts})
         except (KeyError, TypeError, ValueError) as error:

@@ -117,12 +117,8 @@ class Showing:
 
 def reads_after_batches(callback: Any) -> bool:
     """Returns whether a callback may read or save weights after batches."""
-    # Compare exact types, because a subclass may override more hooks.
-    if type(callback) in SAVING:
-        return bool(callback.save_freq != "epoch")
+    if isinstance(callback, SAVING) and callback.save_freq != "epoch":
+        return True
     # Other callbacks of Keras read weights only at the end of epochs, and `keras_callbacks` handle
     # global weights.
-    is_known = type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks")
-    if is_known and not isinstance(callback, keras.callbacks.LambdaCallback):
-        return False
     return has_batch_hooks(callback)

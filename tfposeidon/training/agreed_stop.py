@@ -45,7 +45,7 @@ class AgreedStop(keras.callbacks.Callback):
     @override
     def on_train_begin(self, logs: Any = None) -> None:
         self._wants_to_stop = self._has_stepped = False
-        self._was_built: bool | None = None
+        self._weights: int | None = None
         self._session = session.of(self.model)
         waits = self._session.is_in_step and self._session.watches_absence
         self._defers_stop = self._session.knows_lengths and not waits
@@ -60,29 +60,31 @@ class AgreedStop(keras.callbacks.Callback):
                     runtime.rank(),
                 )
             self._wants_to_stop, self.model.stop_training = True, False
+        if not (self._has_stepped or self._session.was_skipped):
+            self._has_stepped = True
+            self._check_first_step()
         if self._is_over():
             raise StopIteration
-        if self._has_stepped or self._session.was_skipped:
-            return
-        self._has_stepped = True
+
+    def _check_first_step(self) -> None:
         if not self._session.is_in_step:
             return
-        if self._synchronizes_model and not self._was_built:
-            # Ranks have created their weights in this step.
+        if self._synchronizes_model and len(self.model.weights) != self._weights:
+            # Ranks have created weights in this step.
             entries.synchronize_start(self.model, runtime.wire())
         else:
             self._compare_values(WHERE_SET)
 
     @override
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        begins = self._was_built is None
+        begins = self._weights is None
         if begins:
             # Compare the epoch: after a restore of one rank, ranks start at different epochs.
             settings = _settings(self.model, epoch)
             # Leave variables to the comparison of values, which names the first difference.
             del settings["trainable variables"]
             _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
-            self._was_built = entries.has_weights(self.model)
+            self._weights = len(self.model.weights)
         if self._session.has_begun:
             self._compare_values(WHERE_BEGUN if begins else WHERE_SET, with_layers=begins)
             return

@@ -27,6 +27,9 @@ from tfposeidon.training.hooks import FitHooks
 
 log = logging.getLogger("tfposeidon")
 
+KNOWN = ("keras", "keras_callbacks", "tfposeidon", "builtins")
+"""Packages whose callbacks stop at the end of epochs only, and `builtins` for `object`."""
+
 
 def with_equal_epochs(
     callbacks: list[Any], hooks: Sequence[FitHooks], rows: int | None, synchronizes: bool
@@ -57,19 +60,15 @@ def _may_stop(callback: Any) -> bool:
     if isinstance(callback, keras.callbacks.TerminateOnNaN | keras.callbacks.LambdaCallback):
         return True
     # All other callbacks of Keras and of this project stop at the end of epochs only.
-    if type(callback).__module__.split(".")[0] in ("keras", "keras_callbacks", "tfposeidon"):
-        return False
     return has_batch_hooks(callback)
 
 
 def has_batch_hooks(callback: Any) -> bool:
-    """Returns whether a callback overrides a hook that Keras calls for each training batch."""
+    """Returns whether a user's callback has hooks that Keras calls for each training batch."""
     hooks = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
-    base = keras.callbacks.Callback
-    return any(
-        getattr(getattr(callback, hook), "__func__", None) is not getattr(base, hook)
-        for hook in hooks
-    )
+    # Hooks that a user's class inherits from callbacks of this project or of Keras do not count.
+    own = [one for one in type(callback).__mro__ if one.__module__.split(".")[0] not in KNOWN]
+    return any(hook in vars(one) for one in [callback, *own] for hook in hooks)
 
 
 class EqualSteps(keras.callbacks.Callback):
