@@ -101,6 +101,56 @@ def test_callbacks_count_a_last_step_without_samples(wire):
         shutil.rmtree(folder)
 
 
+class _Counts(keras.layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), dtype="int64", initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.calls.assign_add(1)
+        return x
+
+
+class _Centers(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x - tp.all_reduce(tf.reduce_mean(x, 0)) if training else x
+
+
+class _OwnHead(keras.layers.Layer):
+    """Each rank trains weights of its own."""
+
+    def build(self, shape):
+        self.heads = [self.add_weight(shape=shape[1:], name=str(r)) for r in range(tp.size())]
+
+    def call(self, x):
+        return x * self.heads[tp.rank()]
+
+
+def _contrastive(y, x):
+    return tf.reduce_mean(tf.square(x - tp.all_reduce(tf.reduce_mean(x))), -1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "loss", "sample_count"),
+    [
+        (_Counts, models.LOSS, None),
+        (_Centers, models.LOSS, None),
+        (_OwnHead, models.LOSS, None),
+        (lambda: keras.layers.Lambda(lambda x: 2.0 * x), models.LOSS, None),
+        (lambda: keras.layers.SpectralNormalization(keras.layers.Dense(16)), models.LOSS, None),
+        (lambda: keras.layers.Dense(16), _contrastive, None),
+        (lambda: keras.layers.Dense(16), models.LOSS, tp.sample_counts.equal),
+    ],
+)
+def test_epochs_end_together_if_a_step_may_need_a_batch(wire, layer, loss, sample_count):
+    model = keras.Sequential([layer(), keras.layers.Dense(models.CLASSES)])
+    optimizer = tp.DistributedOptimizer(sgd(), sample_count=sample_count)
+    model.compile(optimizer=optimizer, loss=loss)
+    mine = tp.shard(models.mlp.data(2 * BATCH + 1))
+    model.fit(*mine, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    check_together(model, optimizer, wire, 4)
+
+
 def test_unknown_lengths_with_validation(wire):
     model, optimizer = compiled_for_lengths()
     validation = models.mlp.data(4 + 4 * wire.topology.rank)

@@ -264,16 +264,27 @@ class EqualSteps(keras.callbacks.Callback):
 def _can_step_without_samples(model: Any) -> bool:
     """Returns whether a rank may replace a train step by one update without its own gradients."""
     optimizer = session.without_loss_scale(model.optimizer)
+    if not (session.is_distributed(optimizer) and session.trains_all_together(model)):
+        return False
+    # A step with code of the user may do more than update weights: count, or call collectives.
+    losses = keras.tree.flatten(model.loss)
+    steps = [model, *model._flatten_layers(), *losses, *(getattr(one, "fn", "") for one in losses)]
     return (
-        session.is_distributed(optimizer)
-        # The train step of a user may do more than update the weights.
-        and session.trains_all_together(model)
+        all(isinstance(one, str) or _is_of_keras(one) for one in steps)
+        and optimizer.exchange.batch.function is None
         and optimizer.fit_hooks(model).is_in_step
         and model.steps_per_execution == 1
         and not optimizer.gradient_accumulation_steps
         # Ranks add the gradient of a regularizer to sufficient factors themselves.
         and (optimizer.policy.reader is None or (entries.has_weights(model) and not model.losses))
     )
+
+
+def _is_of_keras(one: Any) -> bool:
+    """Returns whether a layer or loss is Keras's own, and changes weights only by gradients."""
+    kind = one if hasattr(one, "__qualname__") else type(one)
+    others = keras.layers.Lambda, keras.layers.SpectralNormalization
+    return kind.__module__.split(".")[0] in ("keras", "keras_hub") and not isinstance(one, others)
 
 
 def _without_samples(model: Any) -> Any:
