@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import check_equal
 from tests.helpers.wait_free import ancestors, bucket_of
 
 pytestmark = pytest.mark.ranks("2")
@@ -180,6 +181,36 @@ def test_functions_within_train_steps_always_count_samples(wire, eagerly, accumu
     _fitted(model, 16 - 2 * wire.topology.rank, wire)
     _fitted(model, 16, wire)
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
+
+
+class Signed(Nested):
+    """Model whose train step calls a function that has one trace for all sizes of batches."""
+
+    update = tf.function(
+        Nested.update.python_function,
+        input_signature=[tf.TensorSpec([None, 20]), tf.TensorSpec([None], tf.int64)],
+    )
+
+    def train_step(self, data):
+        x, y = data
+        return super().train_step((x, tf.cast(y, tf.int64)))
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_one_trace_of_a_function_weights_batches_of_all_sizes(wire, eagerly):
+    x, y = models.mlp.data(16)
+    start = models.mlp()
+    model, alone = (models.copy(models.mlp, start) for _ in range(2))
+    model, alone = Signed(model.layers), Signed(alone.layers)
+    optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme="allreduce")
+    model.compile(optimizer, models.LOSS, run_eagerly=eagerly)
+    alone.compile(keras.optimizers.SGD(0.1), models.LOSS)
+    for of_first in (8, 11, 5, 8):
+        mine = slice(0, of_first) if wire.topology.rank == 0 else slice(of_first, 16)
+        model.fit(x[mine], y[mine], batch_size=16, verbose=0, shuffle=False)
+        alone.fit(x, y, batch_size=16, verbose=0, shuffle=False)
+    check_equal(model.get_weights(), alone.get_weights())
+    same_on_all_ranks(model.get_weights(), wire)
 
 
 def test_a_step_with_a_second_call_counts_samples(wire):

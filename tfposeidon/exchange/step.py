@@ -257,29 +257,50 @@ class BatchCount:
     """Count of the batch of the current train step.
 
     Keras's train steps call `apply` without a count, so `fit` sets the count here around each step.
-    `function` maps a batch to its count; `None` counts the batch's rows. `current` is the count of
-    the batch within `counting`, a scalar; else `None`. `are_equal` is true if ranks have agreed
-    that all batches of this `fit` have equally many rows. `is_nested` is true if the optimizer is
-    called in a function or branch inside of the train step, and `was_known` if a traced step relies
-    on equal batches.
+    `function` maps a batch to its count; `None` counts the batch's rows. `are_equal` is true if
+    ranks have agreed that all batches of this `fit` have equally many rows. `is_nested` is true if
+    the optimizer is called in a function or branch inside of the train step, and `was_known` if a
+    traced step relies on equal batches.
     """
 
     def __init__(self, function: sample_counts.SampleCount | None) -> None:
         self.function = function
-        self.current: Any = None
+        self._count: Any = None
+        self._read: tf.Tensor | None = None
+        self._variable: tf.Variable | None = None
         self.are_equal = self.is_nested = self.was_known = False
+
+    def build(self) -> None:
+        """Creates the variable for functions inside of the train step, before it is traced."""
+        if self._variable is None:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._variable = tf.Variable(0.0, trainable=False, name="batch_count")
+
+    @property
+    def current(self) -> Any:
+        """Count of the batch within `counting`, a scalar; else `None`."""
+        if self._count is None or _is_of_this_graph(self._count):
+            return self._count
+        # A function inside of the train step may keep its trace when the train step is traced
+        # again, so this trace must not contain a tensor of the train step.
+        if self._variable is None:
+            return None
+        if self._read is None or not _is_of_this_graph(self._read):
+            self._read = self._variable.read_value()
+        return self._read
 
     def is_of_rows(self, count: Any) -> bool:
         """Returns whether a count is the current batch's number of rows, the default count."""
-        return count is not None and count is self.current and self.function is None
+        is_current = count is not None and (count is self._count or count is self._read)
+        return is_current and self.function is None
 
     def is_known(self, count: Any) -> bool:
         """Returns whether a count is the current number of rows, and equal on all ranks."""
         if not self.is_of_rows(count) or not tf.is_symbolic_tensor(count):
             return False
-        # Do not rely on equal batches in a function inside of the train step: it may keep its trace
-        # when the train step is traced again because ranks' batches are no longer equal.
-        is_nested = count.graph is not tf.compat.v1.get_default_graph()
+        # Do not rely on equal batches in a function inside of the train step, because it may keep
+        # its trace when ranks' batches are no longer equal.
+        is_nested = count is self._read
         is_known = self.are_equal and not is_nested
         self.is_nested |= is_nested
         self.was_known |= is_known
@@ -297,11 +318,19 @@ class BatchCount:
 
     @contextlib.contextmanager
     def _setting(self, count: Any) -> Iterator[None]:
-        self.current, previous = count, self.current
+        if count is not None and self._variable is not None:
+            self._variable.assign(tf.cast(count, tf.float32))
+        previous, self._count = (self._count, self._read), count
         try:
             yield
         finally:
-            self.current = previous
+            self._count, self._read = previous
+
+
+def _is_of_this_graph(tensor: Any) -> bool:
+    if not tf.is_symbolic_tensor(tensor):
+        return tf.executing_eagerly()
+    return tensor.graph is tf.compat.v1.get_default_graph()
 
 
 class Absence:

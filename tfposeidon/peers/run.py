@@ -258,8 +258,10 @@ async def run_ranks(ranks: list[Rank], client: Client, folder: Path | None) -> i
             runner.signal(signal.SIGKILL)
         else:
             cause = f"{here} received {signal.Signals(number).name}."
-            # Use another thread, because a request to a lost node 0 may block for seconds.
-            loop.run_in_executor(None, runner.leave_cause, cause)
+            # Use another thread, because a request to a lost node 0 may block for seconds. A loop
+            # that is closing starts none.
+            with contextlib.suppress(RuntimeError):
+                loop.run_in_executor(None, runner.leave_cause, cause)
             runner.cancel()
         signals.append(number)
 

@@ -107,6 +107,9 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _count_samples(model: Any) -> None:
+    # XLA compiles the steps of a single rank, and has no access to variables on the CPU.
+    for optimizer in session.optimizers_of(model) if runtime.size() > 1 else ():
+        optimizer.exchange.batch.build()
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
     # Use a clone of a `tf.function`: its cached traces do not include the context below.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
