@@ -211,10 +211,9 @@ class Cache:
         """
         if arguments.get("use_multiprocessing"):
             raise ValueError(
-                "Batches of a cache must be read in threads: forked processes have neither "
-                "TensorFlow nor the cache's threads, and would copy each batch once more. "
-                "Received: use_multiprocessing=True. Omit `use_multiprocessing`; `workers` threads "
-                "copy batches concurrently."
+                "Batches of a cache must be read in threads, because TensorFlow and the cache's "
+                "threads do not work in forked processes. Received: use_multiprocessing=True. Omit "
+                "`use_multiprocessing`; `workers` threads copy batches concurrently."
             )
         keep_order()
         epochs = self._new_epochs(global_batch, seed, shuffle, state)

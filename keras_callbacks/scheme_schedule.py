@@ -95,8 +95,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         # resumed epoch.
         if self._session.watches_absence and self._session.is_skipping:
             return
-        # If residuals were sent for a change that this `fit` does not make, set the scheme again,
-        # because schemes that have sent their residuals remain dense.
+        # If an earlier `fit` sent the residuals for a change that this `fit` does not make, set the
+        # current scheme again, because a scheme that has sent its residuals remains dense.
         if self._goes_by(epoch) and not self._is_flushing:
             return
         self._flush()

@@ -33,7 +33,7 @@ class _Mount(NamedTuple):
 
 
 def available_memory(proc: Path = PROC) -> int:
-    """Returns how many bytes can be allocated before the kernel would kill processes."""
+    """Returns the bytes that can be allocated within all memory limits, less 1/20 of each limit."""
     # Take the minimum over the machine and each container, less a reserve. The page cache of files
     # counts as free, because the kernel reclaims it.
     found = _first_numbers(proc / "meminfo")

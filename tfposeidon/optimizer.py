@@ -176,7 +176,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _accumulate(
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
-        """Accumulates gradients until an update is due; the inner optimizer is called each time."""
+        """Calls the inner optimizer, with accumulated gradients if an update is due, else zeros."""
         # The inner optimizer accumulates as well. It receives zeros, and in the call that makes an
         # update, the averaged gradients times the number of calls.
         inner, updater, batch = self.inner_optimizer, self.updater, self._exchange.batch

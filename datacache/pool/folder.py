@@ -118,7 +118,7 @@ def open_store(directory: Directory, flags: int = os.O_RDWR) -> Descriptor:
     except FileNotFoundError as error:
         names = directory.names()
         if not names or names - FILES:
-            raise _not_a_pool(directory.path) from error
+            raise _not_a_store(directory.path) from error
         raise CacheError(
             f"A store must be complete. Received: {directory.path}, whose creation has not "
             "finished. Wait for the process that creates it; if none does, remove it: python -m "
@@ -177,7 +177,7 @@ def remove(folder: Path) -> None:
     with _locked(_open_folder, folder) as directory:
         found = directory.names()
         if not found:
-            raise _not_a_pool(folder)
+            raise _not_a_store(folder)
         if strangers := found - FILES:
             raise CacheError(
                 f"A folder to remove must contain only a store. Received: {folder}, which contains "
@@ -198,12 +198,12 @@ def _open_folder(folder: Path) -> Directory:
     try:
         return Directory(folder)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise _not_a_pool(folder) from error
+        raise _not_a_store(folder) from error
 
 
-def _not_a_pool(folder: Path) -> CacheError:
+def _not_a_store(folder: Path) -> CacheError:
     return CacheError(
-        f"A store must have a file {STORE}. Received: {folder}, without one. Pass another folder."
+        f"A store must be a folder with a file {STORE}. Received: {folder}. Pass another folder."
     )
 
 

@@ -49,8 +49,8 @@ class Pool(Owner):
             self._slot_indices = self.spec.shard.slot_indices()
             # If samples differ in size, the only column has the offset and length of each.
             self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
-            # Other processes may write the words at any time. `_verified` are the words of samples
-            # that this process has written or verified.
+            # Other processes may write the metadata words at any time. `_verified` holds the words
+            # of samples that this process has written or verified.
             self._words = self._file.sections["words"].view(np.uint64)
             self._verified = np.zeros(self.slots, np.uint64)
             self._heap = Heap(self._file) if self.layout.varies else None

@@ -1,4 +1,4 @@
-"""Describes a store as in its header: layout of samples, shard of the node, and sections."""
+"""Describes a store, in the header of its file: layout of samples, shard of the node, sections."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Layout:
-        """Returns the layout that `dataclasses.asdict` has turned into JSON."""
+        """Inverts `dataclasses.asdict`, also after a round trip through JSON."""
         parts = [(part["dtype"], tuple(part["shape"])) for part in content["components"]]
         return cls(components=tuple(Component(dtype=dtype, shape=shape) for dtype, shape in parts))
 
@@ -193,7 +193,8 @@ class Layout:
             raise ValueError(
                 "All samples must have the same shapes and types. Received: "
                 f"{Layout.of(arrays)} for {name(number)}, while the first sample has {self}. "
-                "Resize or pad to one shape in `preprocess`, or pass variable_shapes=True."
+                "Convert them to one type and shape in `preprocess`, or if only shapes differ, "
+                "pass variable_shapes=True."
             )
         return arrays
 
@@ -325,6 +326,6 @@ class PoolSpec:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> PoolSpec:
-        """Returns the description that `dataclasses.asdict` has turned into JSON."""
+        """Inverts `dataclasses.asdict`, also after a round trip through JSON."""
         layout, shard = Layout.from_dict(content["layout"]), SampleShard(**content["shard"])
         return cls(**content | {"layout": layout, "shard": shard})

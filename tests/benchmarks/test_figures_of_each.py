@@ -185,7 +185,7 @@ def test_a_system_is_near_if_its_interval_is_within_half_a_point(differences, ve
     assert local_accuracy.judged(np.array(differences)) == verdict
 
 
-def test_ranks_have_iid_or_non_iid_samples():
+def test_iid_shares_have_all_classes_and_non_iid_shares_have_few():
     samples = local_worker.digits(0)
     alike, own = (
         [local_worker.part_of(samples, shares, rank, 4) for rank in range(4)]

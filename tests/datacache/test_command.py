@@ -153,7 +153,8 @@ def test_corrupt_samples_are_reported_and_regenerated(pools, capsys):
     out, err = capsys.readouterr()
     assert out == f"{pools}/a: 10 samples intact, 2 corrupted, which jobs regenerate\n"
     assert err.startswith(
-        f"datacache: A store must have a file datacache.store. Received: {pools}/nowhere"
+        "datacache: A store must be a folder with a file datacache.store. "
+        f"Received: {pools}/nowhere"
     )
     assert not (pools / "nowhere").exists()
     assert np.flatnonzero(~user.ready(np.arange(SAMPLES))).tolist() == [3, 7]
@@ -191,8 +192,8 @@ def test_rm_removes_only_files_of_stores(pools, capsys):
             "Received: .*contains 'thesis.tex'. Inspect the",
         ),
         ("mine", "A folder to remove must contain only a store. Received: .*contains 'notes'"),
-        ("empty", "A store must have a file datacache.store"),
-        ("nowhere", "A store must have a file datacache.store"),
+        ("empty", "A store must be a folder with a file datacache.store"),
+        ("nowhere", "A store must be a folder with a file datacache.store"),
     ):
         assert main(["rm", str(pools / folder)]) == 2
         out, err = capsys.readouterr()

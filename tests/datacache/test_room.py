@@ -245,7 +245,7 @@ print(check(Pool(folder / "texts", lambda: varying), texts))
 
 @pytest.mark.slow
 def test_a_container_out_of_memory_kills_no_process():
-    """Neither a reservation nor the filling of a store exceeds the limit of 128 MB."""
+    """Neither reserving nor filling a store exceeds the limit of 128 MiB."""
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
         with _limited(128 * 2**20) as group:

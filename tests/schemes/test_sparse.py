@@ -136,7 +136,7 @@ def test_a_schedule_of_schemes_loses_no_gradients(wire):
     _check_schedule(wire, steps_per_execution=1, accumulated=3)
 
 
-def test_a_schedule_loses_no_gradients_in_long_executions(wire):
+def test_a_schedule_of_schemes_loses_no_gradients_with_several_steps_per_execution(wire):
     _check_schedule(wire, steps_per_execution=2, accumulated=None)
 
 

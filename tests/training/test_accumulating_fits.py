@@ -143,8 +143,8 @@ def test_a_non_finite_call_is_skipped_on_all_ranks(wire):
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
-def test_an_update_that_overflows_in_float16_is_repeated(wire):
-    """The loss scale skips only the update, so the accumulated gradients remain."""
+def test_an_update_that_overflows_in_float16_is_retried(wire):
+    """The loss scale skips only the update; the next call retries it with the same gradients."""
     inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
     optimizer = keras.optimizers.LossScaleOptimizer(
         tp.DistributedOptimizer(inner, scheme=tp.schemes.AllToAll(wire_dtype="float16")),

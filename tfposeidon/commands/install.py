@@ -263,8 +263,8 @@ def require_build_tools() -> None:
         missing.append("libopenmpi-dev")
     if missing:
         raise InstallError(
-            "Building Horovod requires a C++ compiler, cmake and make. Missing: "
-            f"{', '.join(missing)}. Run: apt-get install {' '.join(missing)}"
+            "Building Horovod requires a C++ compiler, cmake and make, and MPI's compiler for MPI. "
+            f"Missing: {', '.join(missing)}. Run: apt-get install {' '.join(missing)}"
         )
 
 

@@ -314,8 +314,8 @@ def _payload_rate(text: Any) -> float:
     """Returns the payload bytes per second of a bandwidth with a unit."""
     if not isinstance(text, str) or text.strip().replace(".", "").isdigit():
         raise ValueError(
-            f'A rate must be a string with a unit. Received: {text!r}. Write for example "25gbit" '
-            '(gigabits per second) or "3gbps" (gigabytes per second).'
+            f"A rate must be a string with a unit. Received: {text!r}. Write, for example, "
+            '"25gbit" (gigabits per second) or "3gbps" (gigabytes per second).'
         )
     return parse_rate(text) / 8 / HEADERS
 

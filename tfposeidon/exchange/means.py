@@ -178,7 +178,7 @@ class JoinHook(NamedTuple):
 
 def join_until_all_have_ended(hooks: Sequence[JoinHook], eagerly: bool) -> bool:
     """Joins exchanges until all ranks' input is exhausted; returns whether other ranks had data."""
-    # The number and order of exchanges in the other ranks' steps is unknown here, so join all
+    # The number and order of exchanges in the other ranks' steps are unknown here, so join all
     # concurrently, except for exchanges that Horovod matches by order.
     ordered = [hook for hook in hooks if eagerly and hook.is_ordered]
     groups = [[hook] for hook in hooks if hook not in ordered] + ([ordered] if ordered else [])

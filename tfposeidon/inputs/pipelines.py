@@ -188,8 +188,9 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
         # A `shard` after the shuffle would select from another order on each rank.
         raise _refusal(
             f"fewer than {size} elements before {kind_of(steps[end])}",
-            "Provide one for each rank, or shuffle later. For files: tf.data.TFRecordDataset("
-            "tf.data.Dataset.list_files(pattern, shuffle=False)).",
+            f"Provide at least {size} elements there, or shuffle after a step that yields more "
+            "elements. To read files, use tf.data.TFRecordDataset(tf.data.Dataset.list_files("
+            "pattern, shuffle=False)).",
         )
     return balanced
 

@@ -97,8 +97,8 @@ class Job(Runner):
 class Report:
     """Report of a job that has ended.
 
-    `wall_s` is the time in seconds from the start of the job to the end of the slowest rank. The
-    status in `ranks` is negative for a signal.
+    `wall_s` is the time in seconds from the start of the job to the end of the slowest rank. In
+    `ranks`, `status` is a rank's exit status, or the negative number of the signal that ended it.
     """
 
     cluster: Cluster

@@ -97,7 +97,7 @@ class Synchronization:
         if not self.weights.has_begun:
             # Add statistics now, because the step changes them before it calls the optimizer.
             self.prepare()
-            # All ranks start from the assigned weights, so earlier error-feedback state is invalid.
+            # All ranks start from the current values, so earlier error-feedback state is invalid.
             self._restart_count()
             if self.exchanger.states.exist:
                 self.exchanger.states.drop()

@@ -89,9 +89,10 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
 class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     """Base class of optimizers that scale a variable's step by norms of the whole variable.
 
-    A step calls `_direction` for all variables, computes the norms of all that are not excluded in
+    A step calls `_direction` for all variables, computes the norms of all non-excluded variables in
     one call, and then moves all variables. Arithmetic and state are float32 for float16 and
-    bfloat16 variables, where squares would overflow and small shares of a moment would be lost.
+    bfloat16 variables, because squares overflow in float16, and both dtypes round away small
+    increments of a moment.
     `DistributedOptimizer` replaces `norms` during its steps.
     """
 

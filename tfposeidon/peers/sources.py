@@ -165,7 +165,7 @@ def with_settings(job: Job, variables: Variables) -> Job:
     if ":" in host and job.size > 1:
         raise ValueError(
             "Horovod's rendezvous requires an IPv4 address, or a name that has one. Received "
-            f"from {job.source}: {host!r}. Set {HOST} to such a name."
+            f"from {HOST if variables.get(HOST) else job.source}: {host!r}. Set {HOST} to one."
         )
     return dataclasses.replace(job, host=host, ports=ports)
 

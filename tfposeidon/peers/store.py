@@ -136,8 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
         # Horovod appends a port to the prefix (see `rendezvous.horovod_variables`).
         is_member = hmac.compare_digest(prefix.partition(":")[0], self.server.prefix)
         status, body = find(scope, key) if is_member else (HTTPStatus.FORBIDDEN, b"")
-        # A restarted job, which may have another token, must wait for its own store. Check this
-        # last, because a GET waits until the job is ending.
+        # Refuse requests while this job ends, because a restarted job must wait for its own store.
+        # Check this after `find`, in which a GET may wait until this job begins to end.
         if self.server.is_ending and not (is_member and scope == FAILURES):
             status, body = HTTPStatus.SERVICE_UNAVAILABLE, b""
         self.send_response(status)

@@ -233,7 +233,7 @@ def _check_elementwise(inner: keras.optimizers.Optimizer) -> None:
     # whole variables. AdamW inherits the method from Adam.
     rule = next(cls for cls in type(optimizer).__mro__ if "update_step" in vars(cls))
     declared = getattr(optimizer, "updates_elementwise", False)
-    # Accept LARS and LAMB, which sum the squared norms of the parts of a layer over ranks.
+    # Accept layer-wise optimizers, for which `sharded_norms` sums squared norms over ranks.
     if not (rule in _ELEMENTWISE or declared or isinstance(optimizer, LayerWiseOptimizer)):
         names = ", ".join([*(cls.__name__ for cls in _ELEMENTWISE), "LARS", "LAMB"])
         raise ValueError(

@@ -308,7 +308,7 @@ def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None
     problems = exchange_objects(problem, wire, "tp.layer_state.assigned")
     for rank, other in enumerate(problems):
         if other:
-            raise ValueError(f"{other} (rank {rank})") from cause
+            raise ValueError(f"Rank {rank} cannot assign the state of layers. {other}") from cause
 
 
 def _equal(a: LayerState, b: LayerState) -> bool:

@@ -209,7 +209,7 @@ class EqualSteps(keras.callbacks.Callback):
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
-        # A difference in variables of optimizers is an error, which `AgreedStop` raises.
+        # `of_train_step` omits variables of optimizers, for whose differences `AgreedStop` raises.
         values, wire = entries.of_train_step(self.model), runtime.wire()
         sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
         if len(set(sums)) > 1:

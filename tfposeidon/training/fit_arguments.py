@@ -74,7 +74,7 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
 
 
 def first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """Returns the first batch of a generator, and restores it for `fit`; `None` for other data."""
+    """Returns a generator's first batch, and puts it back for `fit`; `None` if there is none."""
     rest = arguments["x"]
     if not isinstance(rest, types.GeneratorType) or (first := next(rest, None)) is None:
         return None
