@@ -126,8 +126,9 @@ def test_each_rank_of_a_node_uses_its_own_gpu():
 
 @pytest.mark.parametrize("pin_gpu", [True, False])
 def test_init_chooses_the_gpu_of_the_local_rank(monkeypatch, fresh, pin_gpu):
-    for name, value in (("RANK", "0"), ("SIZE", "1"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(f"HOROVOD_{name}", value)
+    monkeypatch.setattr("horovod.tensorflow.local_rank", lambda: 1)
+    monkeypatch.setattr("horovod.tensorflow.local_size", lambda: 2)
+    start.choose_own_gpu.cache_clear()
     found = SimpleNamespace(topology=runtime.Topology.regular(0, 1, 1))
     monkeypatch.setattr(start, "find_peers", lambda _: None)
     monkeypatch.setattr(start, "start_horovod", lambda *_: found)
@@ -150,17 +151,19 @@ def test_an_unknown_interface_is_refused(monkeypatch):
     start.check_interface()
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_gpus_initialized_by_all_ranks_are_refused(caplog, ranks):
+@pytest.mark.parametrize(("ranks", "visible"), [(1, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_gpus_initialized_by_all_ranks_are_refused(caplog, ranks, visible, error):
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"] * 4),
-        mock.patch.object(tf.config, "set_visible_devices", side_effect=RuntimeError("late")),
+        mock.patch.object(tf.config, "get_visible_devices", return_value=["GPU"] * visible),
+        mock.patch.object(tf.config, "set_visible_devices", side_effect=error("late")),
         pytest.raises(RuntimeError, match=r"initialized 4 GPUs, and 4 ranks.*Call tfposeidon.init")
-        if ranks > 1
+        if ranks > 1 and visible > 1
         else contextlib.nullcontext(),
     ):
         start.choose_gpu(0, ranks)
-    assert ("its visible GPUs stay unchanged" in caplog.text) == (ranks == 1)
+    assert ("its visible GPUs stay unchanged" in caplog.text) == (1 in (ranks, visible))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_store_can_be_removed_after_the_last_close(tmp_path):
     other.close()
     remove(folder)
     assert not folder.exists()
-    with pytest.raises(CacheError, match="without one"):
+    with pytest.raises(CacheError, match="must be a folder with a file"):
         remove(tmp_path)
     (tmp_path / "thesis.tex").write_text("x")
     assert new_pool(folder).filled == 0

@@ -107,7 +107,7 @@ def init(
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
         # Choose the GPU after `watch`, so that all ranks learn the cause if this fails.
-        start.choose_gpu(launcher.process_rank().local_rank, launcher.ranks_of_node())
+        start.choose_own_gpu()
     _set_network(network, _wire.topology)
     return _wire.topology
 

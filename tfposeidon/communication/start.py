@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -59,10 +60,10 @@ def start_horovod(
         return adopt(hvd, ranks_per_node, server_rank)
     own = launcher.process_rank()
     check_server_rank(server_rank, own.size)
-    check_interface()
     store = launcher.Store.of_launcher() if own.size > 1 else None
     if ranks_per_node is None and own.size > 1 and store is None:
         return start_over_mpi(hvd, own, server_rank, pin_gpu)
+    check_interface()
     topology = _find_topology(own, ranks_per_node, nodes, store)
     mine = {"nodes": [list(node) for node in topology.nodes], "server_rank": server_rank}
     # Compare layouts now: Horovod would abort without naming the reason if process sets differed.
@@ -89,7 +90,7 @@ def start_over_mpi(
     _check_layout(hvd, own)
     if pin_gpu:
         # The first collective initializes all visible GPUs.
-        choose_gpu(hvd.local_rank(), hvd.local_size())
+        choose_own_gpu()
     # This layout has all ranks on one node, so the world is its only group.
     world = HorovodWire(Topology.regular(hvd.rank(), hvd.size(), hvd.size()), {})
     own_host = [socket.gethostname(), {"server_rank": server_rank}]
@@ -215,7 +216,15 @@ def require_gpu_per_rank(ranks_here: int | None) -> None:
         )
 
 
-def choose_gpu(local_rank: int, ranks_here: int | None) -> None:
+@functools.cache
+def choose_own_gpu() -> None:
+    """Calls `choose_gpu` for this rank, once per process."""
+    import horovod.tensorflow as hvd
+
+    choose_gpu(hvd.local_rank(), hvd.local_size())
+
+
+def choose_gpu(local_rank: int, ranks_here: int) -> None:
     """Makes only this rank's GPU visible to TensorFlow; raises if ranks would share all GPUs.
 
     Warns if the only rank of a node uses one of several GPUs.
@@ -228,8 +237,9 @@ def choose_gpu(local_rank: int, ranks_here: int | None) -> None:
         own = gpus[local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)
-    except RuntimeError as error:
-        if len(gpus) > 1 and (ranks_here or 1) > 1:
+    except (RuntimeError, ValueError) as error:
+        # The script may have chosen a GPU, or have divided it into logical devices.
+        if len(tf.config.get_visible_devices("GPU")) > 1 and ranks_here > 1:
             raise RuntimeError(
                 "Each rank must choose its GPU before TensorFlow initializes any. Received: "
                 f"TensorFlow has initialized {len(gpus)} GPUs, and {ranks_here} ranks share this "
@@ -237,10 +247,11 @@ def choose_gpu(local_rank: int, ranks_here: int | None) -> None:
                 "before the first model, tensor or dataset."
             ) from error
         log.warning(
-            "TensorFlow was initialized before tfposeidon.init(); its visible GPUs stay "
+            "TensorFlow's GPUs were set before tfposeidon.init(); its visible GPUs stay "
             "unchanged (%s)",
             error,
         )
+        return
     if ranks_here == 1 and len(gpus) > 1:
         log.warning(
             "tfposeidon: one of the %d GPUs of this node is used, because only one rank runs here. "

@@ -279,12 +279,10 @@ class BatchCount:
     @property
     def current(self) -> Any:
         """Count of the batch within `counting`, a scalar; else `None`."""
-        if self._count is None or _is_of_this_graph(self._count):
+        if self._count is None or self._variable is None or _is_of_this_graph(self._count):
             return self._count
         # A function inside of the train step may keep its trace when the train step is traced
         # again, so this trace must not contain a tensor of the train step.
-        if self._variable is None:
-            return None
         if self._read is None or not _is_of_this_graph(self._read):
             self._read = self._variable.read_value()
         return self._read
@@ -300,7 +298,7 @@ class BatchCount:
             return False
         # Do not rely on equal batches in a function inside of the train step, because it may keep
         # its trace when ranks' batches are no longer equal.
-        is_nested = count is self._read
+        is_nested = not _is_of_this_graph(count) or count is self._read
         is_known = self.are_equal and not is_nested
         self.is_nested |= is_nested
         self.was_known |= is_known
@@ -319,7 +317,8 @@ class BatchCount:
     @contextlib.contextmanager
     def _setting(self, count: Any) -> Iterator[None]:
         if count is not None and self._variable is not None:
-            self._variable.assign(tf.cast(count, tf.float32))
+            with tf.device("/CPU:0"):
+                self._variable.assign(tf.cast(count, tf.float32))
         previous, self._count = (self._count, self._read), count
         try:
             yield

@@ -84,7 +84,9 @@ class AgreedStop(keras.callbacks.Callback):
             # Leave variables to the comparison of values, which names the first difference.
             del settings["trainable variables"]
             _check_equal(exchange_objects(settings, runtime.wire(), "tp.begin"))
-            self._weights = len(self.model.weights)
+            # A model that is not built is synchronized after its first step.
+            is_built = entries.has_weights(self.model)
+            self._weights = len(self.model.weights) if is_built else -1
         if self._session.has_begun:
             self._compare_values(WHERE_BEGUN if begins else WHERE_SET, with_layers=begins)
             return

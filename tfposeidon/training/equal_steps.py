@@ -20,6 +20,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange import replicas
 from tfposeidon.exchange.means import join_until_all_have_ended
+from tfposeidon.gradients import of_tensorflow
 from tfposeidon.training import entries, session
 from tfposeidon.training.agreed_stop import AgreedStop
 from tfposeidon.training.global_metrics import GlobalMetrics, LayerAverages
@@ -91,11 +92,13 @@ class EqualSteps(keras.callbacks.Callback):
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        own = [self.params.get("steps"), self._may_stop, self._rows]
+        can_add = _can_step_without_samples(self.model)
+        own = [self.params.get("steps"), self._may_stop, self._rows, can_add]
         ranks = exchange_objects(own, runtime.wire(), "tp.steps")
         self._session = session.of(self.model)
-        may_stop = any(may_stop for _, may_stop, _ in ranks) and self._session.is_in_step
-        self._agree_on_limit([steps for steps, _, _ in ranks], may_stop)
+        may_stop = any(may_stop for _, may_stop, _, _ in ranks) and self._session.is_in_step
+        can_add = not may_stop and all(can_add for *_, can_add in ranks)
+        self._agree_on_limit([steps for steps, *_ in ranks], can_add)
         self._session.knows_lengths = self._limit is not None
         self._watches = self._limit is None or may_stop
         if self.model.run_eagerly and len(self._session.optimizers) > 1:
@@ -109,21 +112,16 @@ class EqualSteps(keras.callbacks.Callback):
                 )
             self._watches = False
         # Trace the step again, because earlier traces depend on the earlier settings.
-        are_equal = self._rows is not None and all(rows == self._rows for _, _, rows in ranks)
+        are_equal = self._rows is not None and all(rows == self._rows for _, _, rows, _ in ranks)
         are_equal = are_equal and not self._adds_step
         has_changed = self._session.weight_equally(are_equal)
         if self._session.watch_absence(self._watches) or has_changed:
             self.model.make_train_function(force=True)
 
-    def _agree_on_limit(self, steps: list[Any], may_stop: bool) -> None:
+    def _agree_on_limit(self, steps: list[Any], can_add: bool) -> None:
         limit, equal = None if None in steps else min(steps), len(set(steps)) == 1
         # The numbers of batches of shares that `tp.shard` makes of arrays differ by at most one.
-        self._adds_step = (
-            limit is not None
-            and max(steps) == limit + 1
-            and not may_stop
-            and _can_step_without_samples(self.model)
-        )
+        self._adds_step = can_add and limit is not None and max(steps) == limit + 1
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if the number of steps is equal.
         self.params["steps"] = limit = max(steps) if self._adds_step else limit
@@ -217,20 +215,17 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _step_without_samples(self) -> None:
         """Takes part in the last step of other ranks, for which this rank has no batch."""
-        own, batch = self._session, self._done
-        for callback in self.others:
-            callback.on_train_batch_begin(batch)
+        own, others = self._session, keras.callbacks.CallbackList(self.others)
+        others.on_train_batch_begin(self._done)
         own.was_skipped = own.is_skipping
         if own.was_skipped:
-            own.batches_to_skip -= 1
+            own.skip(iter([None]))
         else:
             # Trace the step again after the train step, which may have another plan.
             if self._without_samples[0] is not self.model.train_function:
                 self._without_samples = self.model.train_function, _without_samples(self.model)
             self._without_samples[1]()
-        logs = self.model.get_metrics_result()
-        for callback in self.others:
-            callback.on_train_batch_end(batch, logs)
+        others.on_train_batch_end(self._done, self.model.get_metrics_result())
         self._done += 1
 
     @override
@@ -247,7 +242,7 @@ class EqualSteps(keras.callbacks.Callback):
         if self._is_finished:
             return
         self._is_finished = True
-        if self._adds_step and self._limit is not None and self._done == self._limit - 1:
+        if self._adds_step and self._done == self.params["steps"] - 1:
             self._step_without_samples()
         if self._watches:
             # A resumed epoch may already be complete; then it is complete on all ranks.
@@ -267,10 +262,14 @@ def _can_step_without_samples(model: Any) -> bool:
     if not (session.is_distributed(optimizer) and session.trains_all_together(model)):
         return False
     # A step with code of the user may do more than update weights: count, or call collectives.
-    losses = keras.tree.flatten(model.loss)
-    steps = [model, *model._flatten_layers(), *losses, *(getattr(one, "fn", "") for one in losses)]
+    losses = [keras.losses.get(loss) for loss in keras.tree.flatten(model.loss)]
+    losses = [getattr(loss, "fn", loss) for loss in losses]
+    trained = [tuple(of_tensorflow(v).ref() for v in model.trainable_weights)]
+    known = [tuple(of_tensorflow(v).ref() for v in one) for one in optimizer.exchange.plans.lists]
     return (
-        all(isinstance(one, str) or _is_of_keras(one) for one in steps)
+        all(map(_is_of_keras, [model, *model._flatten_layers(), *losses]))
+        # A trace on this rank alone must not need another plan.
+        and known in ([], trained)
         and optimizer.exchange.batch.function is None
         and optimizer.fit_hooks(model).is_in_step
         and model.steps_per_execution == 1

@@ -410,8 +410,8 @@ class TrainFunction:
 
 def trains_all_together(model: Any) -> bool:
     """Returns whether Keras's own train step is used, which updates all variables in one call."""
-    owner = next(cls for cls in type(model).__mro__ if "train_step" in vars(cls))
-    return owner.__module__.startswith("keras.")
+    own = getattr(model.train_step, "_tfposeidon", model.train_step)
+    return str(own.__module__).startswith("keras.")
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
