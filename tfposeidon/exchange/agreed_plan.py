@@ -251,8 +251,9 @@ class AgreedPlans:
         elif reader is not None:
             # A rank without samples has no gradients, and accepts what the other ranks find.
             has_any = any(grad is not None for grad in grads)
-            found = reader.find(grads, descriptions, replicated) if has_any else []
-            everybody = [one for one in _exchanged(found, exchanger, "structures") if one]
+            found = reader.find(grads, descriptions, replicated) if has_any else None
+            received = _exchanged(found, exchanger, "structures")
+            everybody = [one for one in received if one is not None]
             descriptions = reader.describe(descriptions, everybody) if everybody else descriptions
         plan = self.planner.plan_step(descriptions)
         # Compare plans, because a planner may depend on floating-point arithmetic.
