@@ -358,7 +358,7 @@ def test_failed_requests_are_reported_to_the_requesting_ranks(wire):
     assert fine.result()[0] == 3
     exchange_objects(None, wire, "asked")
     (lost,) = exchange.ask([7], [other])
-    with Raises(datacache.SourceError, rf"number 7 is lost.*\(on rank {other}\)"):
+    with Raises(datacache.SourceError, rf"sample 7 is missing.*\(on rank {other}\)"):
         lost.result()
     (again,) = exchange.ask([4], [other])
     assert again.result()[0] == 4
