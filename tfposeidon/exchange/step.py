@@ -304,11 +304,9 @@ class BatchCount:
         self.was_known |= is_known
         return is_known
 
-    @contextlib.contextmanager
-    def counting(self, data: Any) -> Iterator[None]:
+    def counting(self, data: Any) -> contextlib.AbstractContextManager[None]:
         """Makes `apply` weight this rank by the count of `data` within this context."""
-        with self._setting(sample_counts.counted(self.function or sample_counts.batch_size, data)):
-            yield
+        return self._setting(sample_counts.counted(self.function or sample_counts.batch_size, data))
 
     def counting_none(self) -> contextlib.AbstractContextManager[None]:
         """Makes `apply` average gradients without any samples of this rank within this context."""

@@ -45,15 +45,9 @@ def with_equal_epochs(
     first = [callback for one in hooks for callback in one.first]
     first += [LayerAverages(), GlobalMetrics()] if synchronizes else []
     last = [callback for one in hooks for callback in one.last]
-    others = [
-        *first,
-        *callbacks,
-        PlannerCallbacks(),
-        *last,
-        AgreedStop(lambda: steps.is_over, synchronizes),
-    ]
-    steps.others = others
-    return [steps, *others]
+    last.append(AgreedStop(lambda: steps.is_over, synchronizes))
+    steps.others = [*first, *callbacks, PlannerCallbacks(), *last]
+    return [steps, *steps.others]
 
 
 def _may_stop(callback: Any) -> bool:
