@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon import communicating, policies, sample_counts
+from tfposeidon import checks, communicating, policies, sample_counts
 from tfposeidon.communicating import CommunicatingOptimizer
 from tfposeidon.communication import runtime
 from tfposeidon.exchange import parallel_operator
@@ -61,6 +61,12 @@ class DistributedOptimizer(CommunicatingOptimizer):
         0, computes metrics over the samples of all ranks, averages the moving statistics of layers
         before validation and at the end of each epoch, and compares replicas after the first step,
         before each epoch and at the end. False if the script does this itself.
+      xla_segments: Number of functions, at least 1, in which XLA compiles the gradients of Keras's
+        own train step; exchange and update run outside. `None` (default) is 1 with
+        `compile(jit_compile=True)`, else XLA is off if there are several ranks or schemes with
+        state. Gradients of a segment are exchanged when its backward pass ends, so 1 hides no
+        communication. More than 1 requires a functional or `Sequential` model, or one as a layer,
+        of which only the layers are compiled, about equally many in each segment.
       name: Name of the optimizer (default `"distributed_optimizer"`).
       **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
         the error names the replacement.
@@ -92,6 +98,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
         synchronize_model: bool = True,
+        xla_segments: int | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -108,6 +115,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
             _accumulate_inside(inner_optimizer, gradient_accumulation_steps)
         self.gradient_accumulation_steps = accumulated_steps(inner_optimizer)
         self.synchronize_model = synchronize_model
+        if xla_segments is not None:
+            xla_segments = checks.check_integer("xla_segments", xla_segments, 1)
+        self.xla_segments = xla_segments
         self._accumulation: Accumulation | None = None
         self._afterwards: Afterwards | None = None
 
@@ -160,6 +170,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "sample_count": keras.saving.serialize_keras_object(self._exchange.batch.function),
             "synchronize_model": self.synchronize_model,
+            "xla_segments": self.xla_segments,
         }
 
     # ------------------------------------------------------------------ steps

@@ -1,7 +1,5 @@
 """Tests features that the optimizer refuses or disables, with the same errors on both ranks."""
 
-from unittest import mock
-
 import keras
 import pytest
 import tensorflow as tf
@@ -9,7 +7,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.automatic import ideal, links
-from tests.helpers.checks import LogLines, Raises
+from tests.helpers.checks import Raises
 from tests.helpers.over_ranks import exchange_objects
 from tests.helpers.training import sgd
 from tfposeidon.communication import runtime
@@ -109,35 +107,6 @@ def test_xla_is_refused_in_hand_written_steps(wire):
     step = tf.function(lambda: optimizer.apply([tf.ones([1])], [weight]), jit_compile=True)
     with Raises(ValueError, "must run without XLA.*jit_compile"):
         step()
-
-
-def test_requested_xla_is_disabled_for_train_steps_only(wire):
-    model = models.mlp()
-    model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS, jit_compile=True)
-    with LogLines() as lines:
-        model.fit(*models.mlp.data(8), verbose=0)
-        model.make_train_function(force=True)
-    said = [line for line in lines if "XLA is disabled" in line]
-    assert len(said) == (wire.topology.rank == 0)
-    assert model.jit_compile is True
-    model.evaluate(*models.mlp.data(8), verbose=0)
-
-
-def test_xla_is_disabled_if_a_gpu_would_enable_it(wire):
-    model = models.mlp()
-    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    with (
-        LogLines() as lines,
-        mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
-    ):
-        plain = models.mlp()
-        plain.compile(optimizer=sgd(), loss=models.LOSS)
-        assert plain.jit_compile, "the simulated GPU must enable XLA"
-        model.compile(optimizer=tp.DistributedOptimizer(sgd()), loss=models.LOSS)
-        assert model.jit_compile is True
-        model.fit(*models.mlp.data(8), verbose=0)
-    said = [line for line in lines if "XLA is disabled" in line]
-    assert len(said) == (1 if wire.topology.rank == 0 else 0), lines
 
 
 def test_adafactor_with_sparse_schemes_is_refused(wire):

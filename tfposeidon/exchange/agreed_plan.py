@@ -278,6 +278,11 @@ def _notes(
     if exchanger.norm_method.note:
         yield exchanger.norm_method.note
     yield _weighing(settings)
+    if functions := settings["functions compiled by XLA"]:
+        yield (
+            f"XLA compiles the gradients in {functions} function(s): those of a function are ready "
+            "together, and matrices have no sufficient factors"
+        )
     for member, (grad, path) in enumerate(zip(grads, plan.paths, strict=True)):
         if isinstance(grad, tf.IndexedSlices) and member not in plan.structured:
             yield f"{path}: rows are summed and sent as a dense matrix"

@@ -62,6 +62,7 @@ class ShardedOptimizer(DistributedOptimizer):
         `DistributedOptimizer`.
       sample_count: Function that returns a rank's weight; see `DistributedOptimizer`.
       synchronize_model: Whether `fit` synchronizes the model; see `DistributedOptimizer`.
+      xla_segments: Number of functions that XLA compiles; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"sharded_optimizer"`).
       **others: Any other arguments, which are all refused.
 
@@ -92,6 +93,7 @@ class ShardedOptimizer(DistributedOptimizer):
         gradient_accumulation_steps: int | None = None,
         sample_count: sample_counts.SampleCount | None = None,
         synchronize_model: bool = True,
+        xla_segments: int | None = None,
         name: str | None = None,
         **others: Any,
     ) -> None:
@@ -105,6 +107,7 @@ class ShardedOptimizer(DistributedOptimizer):
             gradient_accumulation_steps=gradient_accumulation_steps,
             sample_count=sample_count,
             synchronize_model=synchronize_model,
+            xla_segments=xla_segments,
             name=name or "sharded_optimizer",
         )
         _check_elementwise(inner_optimizer)

@@ -5,15 +5,16 @@ of a process wraps two methods of `keras.Model`; models with other optimizers ke
 Keras looks these methods up after the optimizer is constructed, even in
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, where wrapping `compile` would be too late.
 
-- `make_train_function`: builds the train step without XLA, which cannot compile the ops of schemes,
-  and passes the batch size to the optimizer, which weights unequal batches by it.
+- `make_train_function`: builds the train step with exchanges outside of XLA, which cannot compile
+  them (`xla`), and passes the batch size to the optimizer, which weights unequal batches by it.
 - `fit`: prints on one rank only, without a progress bar if there is no terminal, compares the data
   that ranks pass (`fit_arguments`), ends epochs on all ranks after the same step (`equal_steps`),
   and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
-The third patched method is `LossScaleOptimizer.apply`: around a communicating optimizer it averages
-gradients before it checks and unscales them.
+Two methods are patched in order to know whether the user or Keras chose to compile with XLA. In
+`LossScaleOptimizer.apply`, a loss scale around a communicating optimizer averages gradients before
+it checks and unscales them.
 """
 
 from __future__ import annotations
@@ -35,17 +36,23 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon.communication import runtime
-from tfposeidon.training import entries, equal_steps, fit_arguments, global_metrics, session
+from tfposeidon.training import entries, equal_steps, fit_arguments, global_metrics, session, xla
 
 log = logging.getLogger("tfposeidon")
 
 
 def patch_keras() -> None:
     """Wraps methods of `keras.Model` and of `LossScaleOptimizer`; a second call has no effect."""
-    for name, replacement in (("make_train_function", _make_train_function), ("fit", _fit)):
+    for name, wrap in (
+        ("make_train_function", functools.partial(_wrapped, replacement=_make_train_function)),
+        ("fit", functools.partial(_wrapped, replacement=_fit)),
+        ("compile", xla.noting_user),
+        ("_resolve_auto_jit_compile", xla.noting_auto),
+    ):
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):
-            setattr(owner, name, _wrapped(getattr(owner, name), replacement))
+            setattr(owner, name, wrap(getattr(owner, name)))
+            getattr(owner, name)._tfposeidon = True
     scale = keras.optimizers.LossScaleOptimizer
     if not hasattr(scale.apply, "_tfposeidon"):
         scale.apply = _averaging_first(scale.apply)
@@ -76,28 +83,31 @@ def _wrapped(original: Any, replacement: Any) -> Any:
         with session.refusing_hidden_optimizers(self):
             return original(self, *args, **kwargs)
 
-    method._tfposeidon = True  # type: ignore[attr-defined]
     return method
 
 
 def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     model = call.arguments["self"]
-    _count_samples(model)
+    # XLA can compile the whole step of a single rank if schemes have no state.
+    optimizers = session.optimizers_of(model)
+    is_alone = runtime.size() == 1 and not any(one.policy.keeps_state for one in optimizers)
+    functions = xla.requested_functions(model, is_optional=is_alone)
+    for optimizer in optimizers:
+        optimizer.exchange.xla_functions = functions
+    _prepare_train_step(model, functions)
     own = session.of(model)
     own.counts_steps = bool(own.step_hooks) and model.steps_per_execution != 1
-    # Restore the setting afterwards, because evaluation can use XLA. Override a user's setting as
-    # well: Keras does not record whether "auto" or the user set `jit_compile=True`.
+    # Restore the setting afterwards, because evaluation can use XLA.
     wanted = model.jit_compile
-    # XLA can compile the steps of a single rank if schemes have no state.
-    communicates = runtime.size() > 1 or any(one.policy.keeps_state for one in own.optimizers)
-    if wanted and communicates:
+    if functions or not is_alone:
         model.jit_compile = False
-        if not own.has_logged_xla:
-            own.has_logged_xla = True
-            runtime.log_once(
-                "tfposeidon: XLA is disabled for this model's steps, because it can compile "
-                "neither collectives nor top-k selection."
-            )
+    if (functions or model.jit_compile != wanted) and not own.has_logged_xla:
+        own.has_logged_xla = True
+        runtime.log_once(
+            "tfposeidon: XLA compiles %s of this model's steps; it can compile neither collectives "
+            "nor top-k selection.",
+            f"the gradients in {functions} function(s)" if functions else "no part",
+        )
     try:
         made = original(*call.args, **call.kwargs)
     finally:
@@ -106,13 +116,14 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     return made
 
 
-def _count_samples(model: Any) -> None:
+def _prepare_train_step(model: Any, functions: int) -> None:
     # XLA compiles the steps of a single rank, and has no access to variables on the CPU.
     for optimizer in session.optimizers_of(model) if runtime.size() > 1 else ():
         optimizer.exchange.batch.build()
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
     # Use a clone of a `tf.function`: its cached traces do not include the context below.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
+    step = xla.compiled(model, step, functions) if functions else step
 
     @functools.wraps(step)
     def train_step(data: Any) -> Any:

@@ -1,0 +1,239 @@
+"""XLA compiles the gradients of Keras's train step, and exchanges run outside (TRAPS 5)."""
+
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfposeidon as tp
+from tests.helpers import models
+from tests.helpers.checks import LogLines, Raises
+from tests.helpers.models import same_on_all_ranks
+from tests.helpers.training import (
+    BATCH,
+    SERVED,
+    check_equal,
+    distributed,
+    sgd,
+    train_alone,
+    train_together,
+)
+from tfposeidon import native
+
+pytestmark = pytest.mark.ranks("2x1")
+
+
+class SeesXla(keras.layers.Layer):
+    """Records for each traced call whether XLA compiles it."""
+
+    seen: list[bool] = []
+
+    def call(self, inputs):
+        if isinstance(inputs, tf.Tensor) and not tf.executing_eagerly():
+            self.seen.append(native.in_xla())
+        return inputs
+
+
+def _watched(build):
+    """Returns a model that records whether its calls are compiled."""
+    inner = build()
+    SeesXla.seen.clear()
+    x = keras.Input(inner.input_shape[1:], dtype=inner.inputs[0].dtype)
+    y = x
+    for layer in inner.layers:
+        y = y if isinstance(layer, keras.layers.InputLayer) else layer(y)
+    return keras.Model(x, SeesXla()(y))
+
+
+def _masked(unroll=True):
+    layers = keras.layers
+    embedded = layers.Embedding(11, 8, mask_zero=True)
+    recurrent, inputs = layers.GRU(8, unroll=unroll), keras.Input((8,), dtype="int32")
+    return keras.Sequential([inputs, embedded, recurrent, layers.Dense(models.CLASSES)])
+
+
+_masked.data = models.embedding.data
+
+
+def _residual():
+    layers, inputs = keras.layers, keras.Input((20,))
+    x = layers.Dense(20, activation="relu")(inputs)
+    shared = layers.Dense(20)
+    x = layers.Add()([x, shared(x), inputs])
+    return keras.Model(inputs, layers.Dense(models.CLASSES)(x + shared(x)))
+
+
+_residual.data = models.mlp.data
+
+
+@pytest.mark.parametrize(
+    ("build", "functions"),
+    [
+        (models.mlp, None),
+        (models.attention, None),
+        (models.cnn, 3),
+        (models.normalized, 2),
+        (models.attention, 2),
+        (_masked, 3),
+        (_residual, 3),
+    ],
+)
+def test_compiled_gradients_equal_one_process(wire, build, functions):
+    keras.utils.set_random_seed(1)
+    start, data = build(), build.data(4 * BATCH)
+    reference = train_alone(models.copy(build, start), data, sgd())
+    model = models.copy(build, start)
+    optimizer = distributed(sgd(), "allreduce", xla_segments=functions)
+    options = {} if functions else {"jit_compile": True}
+    weights = train_together(model, data, optimizer, wire, options)
+    same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
+    # Statistics and flips of a batch differ between shares.
+    if build is not models.normalized:
+        check_equal(weights, reference)
+    assert f"XLA compiles the gradients in {functions or 1} function(s)" in str(optimizer.plan)
+
+
+@pytest.mark.parametrize("functions", [0, 1, 3])
+def test_segments_run_in_xla(wire, functions):
+    model = _watched(models.cnn)
+    optimizer = distributed(sgd(), xla_segments=functions or None)
+    with LogLines() as lines:
+        train_together(model, models.cnn.data(BATCH), optimizer, wire)
+    assert (True in SeesXla.seen) is bool(functions)
+    assert not model.jit_compile, "evaluation must follow compile"
+    said = [line for line in lines if "XLA compiles" in line]
+    assert len(said) == (wire.topology.rank == 0 and bool(functions))
+
+
+@pytest.mark.parametrize("functions", [1, 2])
+@pytest.mark.parametrize(
+    ("scheme", "options", "compiles"),
+    [
+        (SERVED, {}, {"steps_per_execution": 2}),
+        ("hybcomm", {}, {}),
+        ("allreduce", {"gradient_accumulation_steps": 2}, {}),
+    ],
+)
+def test_compiled_steps_keep_what_steps_promise(wire, scheme, options, compiles, functions):
+    """Unequal batches, accumulation, loss scales and rows of embeddings work as without XLA."""
+
+    def trained(segments):
+        keras.utils.set_random_seed(1)
+        model = models.embedding()
+        optimizer = distributed(sgd(), scheme, xla_segments=segments, **options)
+        scaled = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+        model.compile(scaled, models.LOSS, **compiles)
+        mine = tp.shard(models.embedding.data(4 * BATCH + 1))
+        fit = model.fit(*mine, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        same_on_all_ranks(model.get_weights(), wire)
+        return [*model.get_weights(), np.asarray(fit.history["loss"])]
+
+    check_equal(trained(functions), trained(None))
+
+
+def test_local_weights_train_with_compiled_gradients(wire):
+    def trained(**options):
+        keras.utils.set_random_seed(1)
+        model = models.mlp()
+        optimizer = tp.LocalUpdates(sgd(), sync_every=2, hierarchical=False)
+        model.compile(optimizer, models.LOSS, **options)
+        model.fit(*tp.shard(models.mlp.data(48)), batch_size=6, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    check_equal(trained(jit_compile=True), trained())
+
+
+def test_train_on_batch_compiles_a_model_that_is_not_built(wire):
+    def trained(**options):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(models.CLASSES)])
+        optimizer = tp.DistributedOptimizer(sgd(), "allreduce")
+        scaled = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+        model.compile(scaled, models.LOSS, **options)
+        for count in (6, 6, 4):
+            model.train_on_batch(*models.mlp.data(count))
+        return model.get_weights()
+
+    check_equal(trained(jit_compile=True), trained())
+
+
+class _OwnStep(keras.Model):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def _with_penalty():
+    inputs = keras.Input((20,))
+    x = keras.layers.Dense(8, activity_regularizer="l2")(inputs)
+    return keras.Model(inputs, keras.layers.Dense(models.CLASSES)(x))
+
+
+class _Subclass(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(models.CLASSES)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def _own_step():
+    inputs = keras.Input((20,))
+    return _OwnStep(inputs, keras.layers.Dense(models.CLASSES)(inputs))
+
+
+@pytest.mark.parametrize(
+    ("build", "segments", "options", "reason"),
+    [
+        (_own_step, None, {"jit_compile": True}, "own train_step.*_OwnStep.*jit_compile=False"),
+        (_own_step, 2, {}, "own train_step.*xla_segments=2.*Leave xla_segments out"),
+        (models.mlp, 1, {"run_eagerly": True}, "traced steps.*run_eagerly=True"),
+        (_with_penalty, 2, {}, "neither add losses.*dense.*xla_segments=1"),
+        (lambda: _masked(unroll=False), 2, {}, "nor loop over time.*gru.*unroll=True"),
+        (models.mlp, 9, {}, "at most the number of operations.*9 and 2"),
+        (_Subclass, 2, {}, "functional model.*_Subclass.*xla_segments=1"),
+    ],
+)
+def test_steps_that_xla_cannot_compile_are_refused(wire, build, segments, options, reason):
+    model = build()
+    data = (models.embedding if "gru" in reason else models.mlp).data(BATCH)
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=segments), models.LOSS, **options)
+    with Raises(ValueError, reason):
+        model.fit(*data, verbose=0)
+
+
+def test_subclassed_models_compile_as_one_function(wire):
+    model = _Subclass()
+    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=True)
+    model.fit(*models.mlp.data(BATCH), verbose=0)
+    assert "XLA compiles" in str(model.optimizer.plan)
+
+
+def test_numbers_of_segments_outside_of_the_range_are_refused():
+    with Raises(ValueError, "xla_segments.*>= 1.*0"):
+        tp.DistributedOptimizer(sgd(), xla_segments=0)
+
+
+def test_all_ranks_compile_the_same_functions(wire):
+    model = models.mlp()
+    segments = 1 + wire.topology.rank
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=segments), models.LOSS)
+    with Raises(RuntimeError, "functions compiled by XLA"):
+        model.fit(*models.mlp.data(BATCH), verbose=0)
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_only_the_user_enables_xla_if_there_is_a_gpu(wire, asked):
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
+        model = models.mlp()
+        model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=asked)
+        assert model.jit_compile is True
+        with LogLines() as lines:
+            model.fit(*models.mlp.data(8), verbose=0)
+        assert model.jit_compile is True
+    said = [line for line in lines if "XLA compiles no part" in line]
+    assert len(said) == (wire.topology.rank == 0 and asked == "auto")
+    assert ("XLA compiles" in str(model.optimizer.plan)) is (asked is True)
