@@ -130,14 +130,14 @@ def inception_v3() -> Iterator[Layer]:
     yield from classifier(channels, 1000)
 
 
-def transformer() -> Iterator[Layer]:
+def transformer(tokens: int = 30_522, positions: int = 512) -> Iterator[Layer]:
     """Yields the layers of BERT-base without its pooler and segment embedding.
 
     Source: Devlin et al. 2019. The model represents the Transformer of the CommLib paper, which
     states only 110 M parameters and 256 words. The matrix that embeds the tokens also computes the
-    logits.
+    logits. With 50,257 tokens and 1024 positions, kernels and vectors are those of GPT-2.
     """
-    blocks, width, tokens, positions, length = 12, 768, 30_522, 512, 256
+    blocks, width, length = 12, 768, 256
 
     def layer(name: str, kernel: tuple[int, int], vectors: int, more: float = 0) -> Layer:
         # `more` is the number of FLOPs that involve no kernel.
@@ -194,7 +194,12 @@ def _models() -> Iterator[Model]:
     yield trained("resnet50_96", resnet(3, 4, 6, 3), 256, 4400)
     # No batch is published; 8 explains Table 3, given the exposed time per parameter of VGG-19 and
     # ResNet-50.
-    yield trained("transformer_110m", transformer(), 8, 32)
+    bert = trained("transformer_110m", transformer(), 8, 32)
+    yield bert
+    # `keras_hub.models.GPT2CausalLM`, preset "gpt2_base_en". Its time is scaled by FLOPs.
+    layers = tuple(transformer(50_257, 1024))
+    step_s = bert.step_s * sum(layer.flops for layer in layers) / bert.flops
+    yield Model(name="gpt2", layers=layers, batch=8, step_s=step_s)
 
 
 MODELS = {found.name: found for found in _models()}

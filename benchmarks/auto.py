@@ -1,12 +1,13 @@
 """Compares `auto` with every fixed exact scheme, in configurations not used for fitting.
 
     python -m benchmarks.auto            # short: GoogLeNet at 2 Gb/s
-    python -m benchmarks.auto --full     # nine configurations; 45 minutes
+    python -m benchmarks.auto --full     # twelve configurations; 70 minutes
 
 The configurations were chosen after the code was finished. Their models, layouts and bandwidths
 differ from those of the other benchmarks. One has a limit per connection, as in clouds. One has
-large layers and large batches, whose sufficient factors need few bytes and much computation. Steps
-and times are those of `benchmarks.scaling`. An interrupted run resumes.
+large layers and large batches, whose sufficient factors need few bytes and much computation. One is
+a model of keras-hub, one has eight ranks, and in one a rank is slower than the others. Steps and
+times are those of `benchmarks.scaling`. An interrupted run resumes.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from benchmarks import figures, harness, scaling
 FIXED = ("allreduce", "alltoall", "torus2d", "ps", "hybcomm", "factors")
 SYSTEMS = (*FIXED, "auto")
 CELLS = (
-    # Model, layout, Gb/s between nodes, Gb/s per connection.
+    # Model, layout, Gb/s between nodes, Gb/s per connection, factor on the time of rank 0.
     ("googlenet", "2x2", 2.0, None),
     ("resnet152", "4x1", 5.0, None),
     ("resnet152", "2x2", 3.0, None),
@@ -26,6 +27,9 @@ CELLS = (
     ("transformer_110m", "4x1", 15.0, None),
     ("resnet50", "2x2", 25.0, 5.0),
     ("vgg19", "4x1", 6.0, None),
+    ("gpt2", "4x1", 10.0, None),
+    ("resnet50", "4x2", 10.0, None),
+    ("resnet50", "2x2", 4.0, None, 1.3),
 )
 COMMON = {"systems": list(SYSTEMS), "dilation": None, "steps": 5}
 SHORT, FULL = COMMON | {"cells": CELLS[:1]}, COMMON | {"cells": CELLS}
@@ -40,8 +44,9 @@ def parse_arguments():
 def planned(options):
     """Returns one job per configuration."""
     found = {}
-    for model, layout, gbit, flow_gbit in options.cells:
+    for model, layout, gbit, flow_gbit, *uneven in options.cells:
         cell = {"models": [model], "layouts": [layout], "gbits": [gbit], "flow_gbit": flow_gbit}
+        cell["uneven"] = next(iter(uneven), None)
         found |= scaling.planned(argparse.Namespace(**vars(options) | cell))
     return found
 

@@ -112,6 +112,7 @@ MODELS = {
     "resnet50_96": "ResNet-50, 96 pixels",
     "resnet152": "ResNet-152",
     "transformer_110m": "Transformer, 110 M",
+    "gpt2": "GPT-2",
     "vgg19": "VGG-19",
     "vgg19_32": "VGG-19, batch 32",
     "vgg19_22k": "VGG19-22K",

@@ -71,7 +71,7 @@ def predicted_step(cell, system, links):
     """Returns the predicted seconds of a measured step."""
     task = cell["task"]
     model = model_of(task)
-    ready_s, compute_s = timeline_of(model, task["dilation"], links)
+    ready_s, compute_s = timeline_of(model, task["dilation"] * task.get("uneven", 1.0), links)
     name = system.removesuffix("-late")
     if name != system:
         ready_s = (compute_s,) * len(ready_s)
@@ -115,7 +115,9 @@ def compared(rows):
             if links is None:
                 continue
             task = cell["task"]
-            _, compute_s = timeline_of(model_of(task), task["dilation"], links)
+            _, compute_s = timeline_of(
+                model_of(task), task["dilation"] * task.get("uneven", 1.0), links
+            )
             for system, found in cell["systems"].items():
                 if system == "alone" or "step_s" not in found:
                     continue

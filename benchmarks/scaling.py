@@ -36,6 +36,7 @@ SHRINK = {
     "vgg19_32": 8,
     "vgg19_22k": 8,
     "transformer_110m": 4,
+    "gpt2": 4,
     "resnet152": 2,
 }
 SHORT = {"models": ["resnet50"], "layouts": ["2x2"], "gbits": [10.0]}
@@ -61,6 +62,7 @@ class Case(NamedTuple):
       gbit: Bandwidth between real nodes, in Gb/s.
       dilation: Factor on all times.
       flow_gbit: Limit of each connection between real nodes, in Gb/s; `None` for none.
+      uneven: Factor on the compute times of rank 0.
     """
 
     model: str
@@ -68,12 +70,14 @@ class Case(NamedTuple):
     gbit: float
     dilation: float
     flow_gbit: float | None = None
+    uneven: float = 1.0
 
     @property
     def network(self):
         """Bandwidth between nodes, as tables and titles show it."""
         limit = "" if self.flow_gbit is None else f", {self.flow_gbit:g} per connection"
-        return f"{self.gbit:g} Gb/s{limit}"
+        slower = "" if self.uneven == 1.0 else f", rank 0 takes {self.uneven:g} times as long"
+        return f"{self.gbit:g} Gb/s{limit}{slower}"
 
 
 def parse_arguments():
@@ -126,6 +130,7 @@ def planned(options):
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
         | {"dilation": options.dilation or dilation_at(gbit), "steps": options.steps}
         | flow
+        | ({"uneven": options.uneven} if getattr(options, "uneven", None) else {})
         for model, layout, gbit, (worker, systems) in cases
     )
 
@@ -135,7 +140,7 @@ def dilation_at(gbit):
     return 1.0 if gbit <= SLOW_GBIT else DILATION
 
 
-def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None):
+def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None, uneven=1.0):
     """Measures systems on one model, at a link rate scaled by dilation and shrinking."""
     shrink = SHRINK.get(model, 1)
     slower = dilation * shrink**2
@@ -146,6 +151,7 @@ def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None):
         "dilation": dilation,
         "systems": systems,
         "steps": steps,
+        "uneven": uneven,
     }
     task["warm_up"] = WARM_UP[worker]
     options = harness.cluster(layout, f"{rate / 1e3:.0f}kbit")
@@ -179,7 +185,8 @@ def group(cell):
     """Returns the `Case` of an answer."""
     task = cell["task"]
     return Case(
-        cell["model"], cell["layout"], cell["gbit"], task["dilation"], cell.get("flow_gbit")
+        *(cell["model"], cell["layout"], cell["gbit"], task["dilation"], cell.get("flow_gbit")),
+        task.get("uneven", 1.0),
     )
 
 

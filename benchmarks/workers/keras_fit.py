@@ -192,7 +192,8 @@ def main():
     # Scale the fusion threshold like a shrunk model, so that Horovod fuses the same part of it.
     os.environ[FUSION_THRESHOLD] = str(round(FUSION_BYTES / task.shrink**2))
     topology = tp.init()
-    model = emulated_model(task.emulated(), dilation=task.dilation, seed=topology.rank)
+    dilation = task.dilation * (1.0 if topology.rank else task.options.get("uneven", 1.0))
+    model = emulated_model(task.emulated(), dilation=dilation, seed=topology.rank)
     for system in task.systems:
         run = horovod if system in COMPRESSION else alone if system == "alone" else ours
         run(task, system, model, runtime.wire())

@@ -86,6 +86,7 @@ def test_parameters_are_exactly_the_published_ones(name, parameters):
     [
         ("vgg19_22k", 229, 0.005),  # Poseidon, section 5
         ("transformer_110m", 110, 0.03),  # CommLib, section 5.3
+        ("gpt2", 124.44, 0.001),  # keras_hub.models.GPT2Backbone.from_preset("gpt2_base_en")
     ],
 )
 def test_parameters_are_near_the_published_ones(name, millions, tolerance):
