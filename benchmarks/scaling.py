@@ -205,7 +205,8 @@ def row(system, figures, cell):
     if "error" in figures:
         return {"system": system, "error": figures["error"].strip().splitlines()[-1]}
     task = cell["task"]
-    compute_s = task["dilation"] * task.get("uneven", 1.0) * architectures.model(task["model"]).step_s
+    slower = task["dilation"] * task.get("uneven", 1.0)
+    compute_s = slower * architectures.model(task["model"]).step_s
     step_s = statistics.median(figures["step_s"])
     ranks = [statistics.median(times) for times in zip(*figures["ranks_s"], strict=True)]
     wire_s = 8 * figures["sent_bytes"] / cell["rate_bits_per_s"]
