@@ -30,6 +30,7 @@ from benchmarks import (
     scaling,
     selection,
     wrapper,
+    xla,
 )
 from benchmarks.exchanges import scheme_named
 from tfposeidon.lab import demo
@@ -55,6 +56,7 @@ OF_RESULTS = {
         reading,
         scaling,
         selection,
+        xla,
     )
 }
 
