@@ -63,7 +63,7 @@ class LocalUpdates(CommunicatingOptimizer):
         same step (default 0: the step waits for the result).
       warmup_steps: Number of initial steps that are each followed by a synchronization (default 0),
         for post-local SGD.
-      bucket_bytes: Size in bytes up to which pseudo-gradients are fused (default `None`: 4 MiB).
+      bucket_bytes: Maximum size of a bucket of pseudo-gradients; see `DistributedOptimizer`.
       sample_count: Function that returns this rank's weight in `fit`; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
       **others: Other arguments, all of which are refused.
