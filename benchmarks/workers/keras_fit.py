@@ -21,11 +21,11 @@ import keras_callbacks
 import tfposeidon as tp
 from benchmarks.exchanges import one_server_each, scheme_named
 from benchmarks.workers.task import Task
-from tfposeidon.autotune import choose_plan
+from tfposeidon.autotune import choose_plan, search
 from tfposeidon.autotune.simulation import FUSION_BYTES, FUSION_THRESHOLD
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES
+from tfposeidon.exchange import plan as plans
 from tfposeidon.lab.accelerator import emulated_model
 from tfposeidon.lab.network import payload_bytes
 
@@ -112,11 +112,7 @@ def ours(task, system, model, wire):
         lengths = {v.path: math.prod(v.shape) for v in model.trainable_variables}
         scheme = one_server_each(lengths, wire.topology.size)
     scheme = scheme or scheme_named(system)
-    options = {"scheme": scheme}
-    # Buckets shrink with the model; `auto` chooses its own size.
-    if not is_auto(system):
-        options["bucket_bytes"] = round(DEFAULT_BUCKET_BYTES / task.shrink**2)
-    optimizer = wrapper(keras.optimizers.SGD(0.01), **options)
+    optimizer = wrapper(keras.optimizers.SGD(0.01), scheme=scheme)
     model.compile(optimizer=optimizer, loss="mse")
     fit(task, system, model, wire)
 
@@ -189,8 +185,11 @@ def main():
     task = Task.from_argument()
     # Like a real accelerator, the emulated one must not block the threads that exchange.
     tf.config.threading.set_inter_op_parallelism_threads(4)
-    # Scale the fusion threshold like a shrunk model, so that Horovod fuses the same part of it.
+    # Scale the sizes of buckets and of Horovod's fusion like a shrunk model, so that they contain
+    # the same parts of it.
     os.environ[FUSION_THRESHOLD] = str(round(FUSION_BYTES / task.shrink**2))
+    size = round(plans.DEFAULT_BUCKET_BYTES / task.shrink**2)
+    plans.DEFAULT_BUCKET_BYTES = search.DEFAULT_BUCKET_BYTES = size
     topology = tp.init()
     dilation = task.dilation * (1.0 if topology.rank else task.options.get("uneven", 1.0))
     model = emulated_model(task.emulated(), dilation=dilation, seed=topology.rank)

@@ -34,7 +34,7 @@ from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, Plan, make_plan
 from tfposeidon.gradients import Description
 from tfposeidon.policies import Policy, Rules
 
-BUCKET_FACTORS = (1, 1 / 4, 4, 16, 64)
+BUCKET_FACTORS = (1, 1 / 4, 1 / 16, 4, 16, 64)
 """Bucket sizes to try, as multiples of the default; the first of equally good sizes is used."""
 CLOSE_WITHIN, MOST_CLOSE = 0.10, 3
 """Relative difference of predicted steps within which plans are timed, unless the network profile
