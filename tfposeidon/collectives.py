@@ -211,6 +211,7 @@ def barrier(name: str | None = None) -> None:
 
 def _name(what: str, given: str | None) -> str:
     """Returns a name that is unique in its graph and the same on all ranks."""
+    runtime.check_is_outside_xla(f"tp.{what}")
     if given is not None:
         return f"tp.{what}.{given}"
     # In eager mode one name is sufficient, because each call ends before the next starts.

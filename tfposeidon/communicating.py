@@ -86,6 +86,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
                 "to `apply` instead."
             )
         super().__init__(inner_optimizer, gradient_accumulation_steps, name)
+        # Number of functions in which XLA compiles the gradients; 0 without XLA.
+        self.xla_functions = 0
         self._around: Callable[[], keras.optimizers.LossScaleOptimizer | None] = lambda: None
         self._exchange = Step(self, policy, bucket_bytes, sample_count)
         # Patch Keras here, because importing this module must not change Keras.

@@ -1,5 +1,6 @@
 """XLA compiles the gradients of Keras's train step, and exchanges run outside (TRAPS 5)."""
 
+import contextlib
 from unittest import mock
 
 import keras
@@ -55,6 +56,25 @@ def _masked(unroll=True):
 
 
 _masked.data = models.embedding.data
+
+
+class _SeesTraining(keras.layers.Layer):
+    """Records the `training` argument of each traced call, whose default is False."""
+
+    seen: list[object] = []
+
+    def call(self, inputs, training=False):
+        self.seen.append(training)
+        return inputs
+
+
+def _dropped():
+    layers = keras.layers
+    inputs = keras.Input((20,), batch_size=BATCH)
+    # Keras records `training=False` in the nodes of the first two layers.
+    x = layers.Dropout(0.0)(_SeesTraining()(inputs))
+    x = layers.BatchNormalization()(layers.Dense(8)(x))
+    return keras.Model(inputs, layers.Dense(models.CLASSES)(x))
 
 
 def _residual():
@@ -131,6 +151,86 @@ def test_compiled_steps_keep_what_steps_promise(wire, scheme, options, compiles,
         return [*model.get_weights(), np.asarray(fit.history["loss"])]
 
     check_equal(trained(functions), trained(None))
+
+
+def test_segments_train_in_training_mode(wire):
+    """Statistics move, `training` is passed, and the static batch of an input is not required."""
+
+    def trained(segments):
+        keras.utils.set_random_seed(1)
+        model = _dropped()
+        _SeesTraining.seen.clear()
+        model.compile(tp.DistributedOptimizer(sgd(), xla_segments=segments), models.LOSS)
+        x, y = models.mlp.data(2 * BATCH)
+        for count in (BATCH, BATCH // 2):
+            model.train_on_batch(x[:count], y[:count])
+        assert _SeesTraining.seen
+        assert {bool(one) for one in _SeesTraining.seen[-2:]} == {True}
+        return model.get_weights()
+
+    check_equal(trained(3), trained(None))
+
+
+def test_an_optional_input_may_be_missing(wire):
+    inputs, more = keras.Input((20,), name="x"), keras.Input((20,), name="more", optional=True)
+
+    class Adds(keras.layers.Layer):
+        def call(self, x, more=None):
+            return x if more is None else x + more
+
+    added = keras.layers.Dense(models.CLASSES)(Adds()(inputs, more))
+    model = keras.Model([inputs, more], added)
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=2), models.LOSS)
+    x, y = models.mlp.data(BATCH)
+    model.train_on_batch([x, None], y)
+
+
+def test_gradients_outside_of_a_frozen_model_are_compiled(wire):
+    frozen = keras.Sequential([keras.Input((20,)), *(keras.layers.Dense(20) for _ in range(5))])
+    frozen.trainable = False
+    inputs = keras.Input((20,))
+    model = keras.Model(inputs, keras.layers.Dense(models.CLASSES)(SeesXla()(frozen(inputs))))
+    SeesXla.seen.clear()
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=2), models.LOSS)
+    model.fit(*models.mlp.data(BATCH), verbose=0)
+    assert True in SeesXla.seen
+
+
+def test_another_optimizer_ends_the_use_of_xla(wire):
+    model, data = _watched(models.mlp), models.mlp.data(BATCH)
+    optimizer = tp.DistributedOptimizer(sgd(), "allreduce", xla_segments=1)
+    model.compile(optimizer, models.LOSS)
+    own = optimizer.apply = mock.Mock(side_effect=optimizer.apply)
+    model.fit(*data, verbose=0)
+    assert optimizer.apply is own, "a method that the user replaced must be called"
+    assert own.called
+    SeesXla.seen.clear()
+    model.compile(sgd(), models.LOSS, jit_compile=False)
+    model.train_on_batch(*data)
+    assert True not in SeesXla.seen
+
+
+def test_an_optimizer_keeps_its_number_of_compiled_functions(wire):
+    model, optimizer = models.mlp(), tp.DistributedOptimizer(sgd())
+    model.compile(optimizer, models.LOSS)
+    model.fit(*models.mlp.data(BATCH), verbose=0)
+    model.compile(optimizer, models.LOSS, jit_compile=True)
+    with Raises(ValueError, "same number of functions.*1 instead of 0.*new optimizer"):
+        model.fit(*models.mlp.data(BATCH), verbose=0)
+
+
+def test_collectives_in_compiled_functions_are_refused(wire):
+    model = keras.Sequential([models.mlp(), keras.layers.Lambda(lambda x: tp.all_reduce(x))])
+    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=True)
+    with Raises(ValueError, "must run without XLA.*tp.all_reduce"):
+        model.train_on_batch(*models.mlp.data(BATCH))
+
+
+def test_factors_name_xla_as_the_reason(wire):
+    model = models.mlp()
+    model.compile(tp.DistributedOptimizer(sgd(), "factors"), models.LOSS, jit_compile=True)
+    with Raises(ValueError, "has no factors.*that XLA compiles"):
+        model.fit(*models.mlp.data(BATCH), verbose=0)
 
 
 def test_local_weights_train_with_compiled_gradients(wire):
@@ -224,16 +324,63 @@ def test_all_ranks_compile_the_same_functions(wire):
         model.fit(*models.mlp.data(BATCH), verbose=0)
 
 
+def _compiled_first(model, asked):
+    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=asked)
+
+
+def _compiled_before_an_optimizer_exists(model, asked):
+    model.compile(sgd(), models.LOSS, jit_compile=asked)
+    model.optimizer = tp.DistributedOptimizer(sgd())
+
+
+def _loaded(model, asked):
+    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=asked)
+    model.fit(*models.mlp.data(8), verbose=0)
+    config = model.get_compile_config()
+    model.optimizer = None
+    model.compile_from_config(config)
+
+
+@contextlib.contextmanager
+def _unwrapped():
+    """Makes `keras.Model` as it is before the first communicating optimizer of a process."""
+    methods = ("fit", "make_train_function", "compile", "_resolve_auto_jit_compile")
+    owners = [next(c for c in keras.Model.__mro__ if name in vars(c)) for name in methods]
+    before = [getattr(owner, name) for owner, name in zip(owners, methods, strict=True)]
+    for owner, name, method in zip(owners, methods, before, strict=True):
+        setattr(owner, name, method.__wrapped__)
+    try:
+        yield
+    finally:
+        for owner, name, method in zip(owners, methods, before, strict=True):
+            setattr(owner, name, method)
+
+
 @pytest.mark.parametrize("asked", [True, "auto"])
-def test_only_the_user_enables_xla_if_there_is_a_gpu(wire, asked):
+@pytest.mark.parametrize(
+    ("compiled", "is_first"),
+    [
+        (_compiled_first, True),
+        (_compiled_first, False),
+        (_compiled_before_an_optimizer_exists, True),
+        (_loaded, False),
+    ],
+)
+def test_only_the_user_enables_xla_if_there_is_a_gpu(wire, asked, compiled, is_first):
+    tp.DistributedOptimizer(sgd())
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
-    with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
+    with (
+        mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
+        _unwrapped() if is_first else contextlib.nullcontext(),
+        LogLines() as lines,
+    ):
         model = models.mlp()
-        model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=asked)
+        compiled(model, asked)
         assert model.jit_compile is True
-        with LogLines() as lines:
-            model.fit(*models.mlp.data(8), verbose=0)
+        model.fit(*models.mlp.data(8), verbose=0)
         assert model.jit_compile is True
+    # Keras's choice before the first communicating optimizer cannot be told from the user's.
+    is_users = asked is True and compiled is not _compiled_before_an_optimizer_exists
     said = [line for line in lines if "XLA compiles no part" in line]
-    assert len(said) == (wire.topology.rank == 0 and asked == "auto")
-    assert ("XLA compiles" in str(model.optimizer.plan)) is (asked is True)
+    assert bool(said) == (wire.topology.rank == 0 and not is_users)
+    assert ("XLA compiles" in str(model.optimizer.plan)) is is_users

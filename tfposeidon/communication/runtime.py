@@ -304,10 +304,16 @@ def check_environment() -> None:
 def check_graph() -> None:
     """Refuses, while a step is traced, an environment in which collectives cannot run."""
     check_environment()
+    check_is_outside_xla("a step")
+
+
+def check_is_outside_xla(received: str) -> None:
+    """Refuses XLA while `received` is traced."""
     if native.in_xla():
         raise ValueError(
-            "Steps must run without XLA, which cannot compile collectives. Received: a step within "
-            "tf.function(jit_compile=True). Leave jit_compile out; fit disables XLA for its steps."
+            "Steps and collectives must run without XLA, which cannot compile them. Received: "
+            f"{received} in a function that is compiled with jit_compile=True or xla_segments. "
+            "Leave both out. To compile the gradients alone, train by Keras's own train_step."
         )
 
 

@@ -175,7 +175,15 @@ class AgreedPlans:
         plan, because a rank may retrace at any time, while other ranks join no collectives.
         """
         exchanger = self.exchanger(variables, inner_optimizer)
+        compiled = settings["functions compiled by XLA"]
         if exchanger.prefix is not None:
+            if compiled != exchanger.xla_functions:
+                raise ValueError(
+                    "XLA must compile the same number of functions in all steps of an optimizer, "
+                    "because ranks agree on it once. Received: "
+                    f"{compiled} instead of {exchanger.xla_functions} function(s). Compile the "
+                    "model with a new optimizer."
+                )
             # Check again, because a script may have caught the error of the last check below.
             check_optimizer(exchanger.plan, inner_optimizer)
             return
@@ -186,6 +194,7 @@ class AgreedPlans:
             "links": links.to_json() if links else runtime.measures_network(),
         }
         exchanger.agree(self._prefix(), grads, own | settings)
+        exchanger.xla_functions = compiled
         if self.planner.plans_steps:
             replicated = [*variables, *inner_optimizer.variables]
             self._plan_again(exchanger, grads, replicated, settings["gradient_accumulation_steps"])
@@ -281,7 +290,7 @@ def _notes(
     if functions := settings["functions compiled by XLA"]:
         yield (
             f"XLA compiles the gradients in {functions} function(s): those of a function are ready "
-            "together, and matrices have no sufficient factors"
+            "together, and its matrices have no sufficient factors"
         )
     for member, (grad, path) in enumerate(zip(grads, plan.paths, strict=True)):
         if isinstance(grad, tf.IndexedSlices) and member not in plan.structured:

@@ -48,6 +48,7 @@ class Exchanger:
         self.observer: Observer | None = None
         self.norm_method = NormMethod()
         self.notes: tuple[str, ...] = ()
+        self.xla_functions = 0
         self._present_at_first_step: list[bool] = []
         self.all_were_present = self.is_first_call = False
         self.calls = 0

@@ -53,7 +53,6 @@ class Step:
       absence: Counter of ranks with exhausted input, which the training loop may watch.
       batch: Count of the current batch of the training loop.
       is_timed: True if steps that are traced from now on measure `exposed_s`.
-      xla_functions: Number of functions in which XLA compiles the gradients; 0 without XLA.
 
     Example:
       >>> import keras, tensorflow as tf, tfposeidon as tp
@@ -83,7 +82,6 @@ class Step:
         self.batch = BatchCount(sample_count)
         self._exposed: ExposedTime | None = None
         self.is_timed = False
-        self.xla_functions = 0
 
     def build(self) -> None:
         """Creates the variables, because TensorFlow would retrace a step that creates any."""
@@ -199,7 +197,7 @@ class Step:
             **settings(inner),
             **{name: value for name, value in scale.items() if ".inner_optimizer" not in name},
             "gradient_accumulation_steps": steps,
-            "functions compiled by XLA": self.xla_functions,
+            "functions compiled by XLA": self._optimizer.xla_functions,
             **self._own_settings(),
             **parallel_operator.norm_settings(inner),
         }

@@ -46,8 +46,10 @@ def factors_of(
         raise NoFactorsError("it is not a tensor of a graph")
     products, local_terms = _terms(gradient)
     if not products:
+        kind = _source(gradient).type
+        compiled = ", such as one that XLA compiles" if kind.endswith("PartitionedCall") else ""
         raise NoFactorsError(
-            f"it comes from {_source(gradient).type}, which is not a product of two matrices"
+            f"it comes from {kind}{compiled}, which is not a product of two matrices"
         )
     products = [_of_width(product, shape) for product in products]
     (m, n), *others = {(p.left.shape[1], p.right.shape[1]) for p in products}

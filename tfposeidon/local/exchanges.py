@@ -30,7 +30,9 @@ def of_differences(
     """Returns the exchange of pseudo-gradients in a synchronization."""
     # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
     sgd = keras.optimizers.SGD(1.0)
-    adding = SimpleNamespace(inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None)
+    adding = SimpleNamespace(
+        inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None, xla_functions=0
+    )
     return Step(adding, policy, bucket_bytes, sample_count, settings=optimizer.agreed_settings)
 
 

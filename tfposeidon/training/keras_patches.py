@@ -1,7 +1,7 @@
 """Patches methods of `keras.Model` for models with communicating optimizers.
 
 Keras gives an optimizer no access to the model that it trains. So the first communicating optimizer
-of a process wraps two methods of `keras.Model`; models with other optimizers keep their behavior.
+of a process wraps methods of `keras.Model`; models with other optimizers keep their behavior.
 Keras looks these methods up after the optimizer is constructed, even in
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, where wrapping `compile` would be too late.
 
@@ -12,7 +12,7 @@ Keras looks these methods up after the optimizer is constructed, even in
   and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
-Two methods are patched in order to know whether the user or Keras chose to compile with XLA. In
+Two more methods of `keras.Model` record whether the user or Keras chose to use XLA. In
 `LossScaleOptimizer.apply`, a loss scale around a communicating optimizer averages gradients before
 it checks and unscales them.
 """
@@ -46,7 +46,7 @@ def patch_keras() -> None:
     for name, wrap in (
         ("make_train_function", functools.partial(_wrapped, replacement=_make_train_function)),
         ("fit", functools.partial(_wrapped, replacement=_fit)),
-        ("compile", xla.noting_user),
+        ("compile", xla.noting_compile),
         ("_resolve_auto_jit_compile", xla.noting_auto),
     ):
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
@@ -80,6 +80,10 @@ def _wrapped(original: Any, replacement: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if session.optimizers_of(self):
             return replacement(original, signature.bind(self, *args, **kwargs))
+        # A step that was built for communicating optimizers may contain compiled functions.
+        own = getattr(vars(self).get("train_step"), "_tfposeidon", None)
+        if own is not None:
+            self.train_step = own
         with session.refusing_hidden_optimizers(self):
             return original(self, *args, **kwargs)
 
@@ -93,7 +97,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     is_alone = runtime.size() == 1 and not any(one.policy.keeps_state for one in optimizers)
     functions = xla.requested_functions(model, is_optional=is_alone)
     for optimizer in optimizers:
-        optimizer.exchange.xla_functions = functions
+        optimizer.xla_functions = functions
     _prepare_train_step(model, functions)
     own = session.of(model)
     own.counts_steps = bool(own.step_hooks) and model.steps_per_execution != 1
@@ -117,6 +121,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _prepare_train_step(model: Any, functions: int) -> None:
+    """Makes the model's train step count samples and compile `functions` functions with XLA."""
     # XLA compiles the steps of a single rank, and has no access to variables on the CPU.
     for optimizer in session.optimizers_of(model) if runtime.size() > 1 else ():
         optimizer.exchange.batch.build()

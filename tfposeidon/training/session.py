@@ -124,7 +124,7 @@ class Session:
       watched: Optimizers whose steps detect ranks with exhausted input; see `watch_absence`.
       callbacks_with_state: Callbacks of the last `fit` that have a method `state`, by `id`.
       has_scheme_changes: True if a callback changes schemes; a resumed run uses the saved schemes.
-      has_logged_xla: True once the model has logged that XLA is disabled.
+      has_logged_xla: True once the model has logged what XLA compiles.
       has_begun: True once a `fit` has started all ranks from equal values.
       counts_steps: True if the steps of an execution are counted.
       knows_lengths: False in a `fit` in which ranks may end an epoch after different numbers of

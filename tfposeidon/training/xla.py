@@ -9,41 +9,66 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.util import _pywrap_determinism  # There is no public API.
 
 from tfposeidon.training import session
 
 _AUTO = "_tfposeidon_has_auto_xla"
+"""Attribute of a model that is true if it was compiled with `jit_compile="auto"`."""
 
 
-def noting_auto(resolve: Any) -> Any:
-    """Wraps Keras's method for `jit_compile="auto"`, to record when `compile` calls it."""
+def noting_compile(original: Any) -> Any:
+    """Wraps `compile`, to record whether the user or Keras chooses to use XLA."""
+    signature = inspect.signature(original)
 
-    @functools.wraps(resolve)
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        is_auto = call.arguments.get("jit_compile", "auto") == "auto"
+        setattr(call.arguments["self"], _AUTO, is_auto)
+        return original(*args, **kwargs)
+
+    return method
+
+
+def noting_auto(original: Any) -> Any:
+    """Wraps the method in which Keras chooses, because the first `compile` may not be wrapped."""
+
+    # In `model.compile(tp.DistributedOptimizer(...))`, Python looks `compile` up before it calls
+    # the constructor that wraps `compile`.
+    @functools.wraps(original)
     def method(model: Any) -> Any:
-        # The first assignment to `model.jit_compile` also calls this method, whatever the value.
+        # An assignment to `model.jit_compile` may call this method as well, for any value.
         if sys._getframe(1).f_code.co_name == "compile":
             setattr(model, _AUTO, True)
-        return resolve(model)
+        return original(model)
 
     return method
 
 
-def noting_user(compile_: Any) -> Any:
-    """Wraps `compile`, to discard such a record of an earlier call."""
-
-    @functools.wraps(compile_)
-    def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(model, _AUTO, False)
-        return compile_(model, *args, **kwargs)
-
-    return method
+def _has_user_chosen(model: Any) -> bool:
+    """Returns whether the user, and not Keras, chose to use XLA."""
+    config = getattr(model, "_compile_config", None)
+    is_auto = getattr(model, _AUTO, None)
+    if is_auto is None:
+        # Without a record, a `compile` with a communicating optimizer had an explicit value. Any
+        # other one began before there was such an optimizer, and Keras chooses XLA only on GPUs.
+        compiled = session.without_loss_scale(config and config.config["optimizer"])
+        has_gpu = bool(tf.config.list_physical_devices("GPU"))
+        is_auto = has_gpu and not session.is_distributed(compiled)
+    if is_auto and config is not None:
+        # Keras saves the value that it chose, which would be the user's once the model is loaded.
+        config.config["jit_compile"] = "auto"
+    return not is_auto
 
 
 def requested_functions(model: Any, is_optional: bool) -> int:
@@ -52,7 +77,7 @@ def requested_functions(model: Any, is_optional: bool) -> int:
     With `is_optional`, an optimizer has to request them, because Keras can compile the whole step.
     """
     wanted = max(getattr(one, "xla_segments", None) or 0 for one in session.optimizers_of(model))
-    is_users = not is_optional and model.jit_compile and not getattr(model, _AUTO, False)
+    is_users = _has_user_chosen(model) and bool(model.jit_compile) and not is_optional
     if not wanted and not is_users:
         return 0
     received = f"xla_segments={wanted}" if wanted else "jit_compile=True"
@@ -65,11 +90,15 @@ def requested_functions(model: Any, is_optional: bool) -> int:
             f"{type(model).__name__}. {remedy}"
         )
     unsupported = [layer.name for layer in model._flatten_layers() if not layer.supports_jit]
-    if model.run_eagerly or unsupported:
-        found = "run_eagerly=True" if model.run_eagerly else f"layers {unsupported}"
+    found = {
+        "run_eagerly=True": model.run_eagerly,
+        "deterministic ops": _pywrap_determinism.is_enabled(),
+        f"layers {unsupported}": unsupported,
+    }
+    if reason := next((text for text, is_so in found.items() if is_so), ""):
         raise ValueError(
-            "XLA compiles only traced steps of layers that support it. Received: "
-            f"{received} and {found}. {remedy}"
+            "XLA compiles only traced steps of layers that support it, without op determinism. "
+            f"Received: {received} and {reason}. {remedy}"
         )
     return wanted or 1
 
@@ -79,8 +108,9 @@ def compiled(
 ) -> Callable[[Any], dict[str, Any]]:
     """Returns a train step that computes the gradients of `step` in compiled functions."""
 
-    def gradients(data: Any) -> tuple[list[Any], dict[str, Any]]:
-        with _intercepted_updates(model.optimizer) as found:
+    def gradients(data: Any) -> tuple[list[list[Any]], dict[str, Any]]:
+        found: list[list[Any]] = []
+        with _replaced(model.optimizer, "apply", lambda grads, *_: found.append(list(grads))):
             logs = step(data)
         return found, logs
 
@@ -99,32 +129,40 @@ def compiled(
 
 
 @contextlib.contextmanager
-def _intercepted_updates(optimizer: Any) -> Iterator[list[Any]]:
-    """Collects the gradients of calls of `apply` within this context, and updates nothing."""
-    found: list[Any] = []
-    vars(optimizer)["apply"] = lambda grads, *_: found.append(list(grads))
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of an object within this context, for calls of this thread only."""
+    thread, method, attributes = threading.get_ident(), getattr(owner, name), vars(owner)
+    before = attributes.get(name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        is_here = threading.get_ident() == thread
+        return (function if is_here else method)(*args, **kwargs)
+
+    attributes[name] = called
     try:
-        yield found
+        yield
     finally:
-        del vars(optimizer)["apply"]
+        del attributes[name]
+        if before is not None:
+            attributes[name] = before
 
 
 @contextlib.contextmanager
 def _segments(model: Any, count: int) -> Iterator[None]:
-    """Runs the largest graph of layers in a model as `count` functions within this context."""
+    """Runs a graph of layers in a model as `count` functions within this context."""
     layers = (getattr(one, "_functional", one) for one in model._flatten_layers())
     graphs: list[Any] = [one for one in layers if isinstance(one, keras.Function)]
-    graph: Any = max(graphs, key=lambda one: len(one.operations), default=None)
+    # An inner model with more layers, such as a frozen one, may have no gradients.
+    graph: Any = max(graphs, key=_size, default=None)
     has_run = False
 
-    def run(inputs: Any, *_: Any, **__: Any) -> Any:
+    def run(inputs: Any, operation_fn: Any = lambda operation: operation) -> Any:
         nonlocal has_run
         has_run = True
         values = {id(x): y for x, y in zip(graph.inputs, keras.tree.flatten(inputs), strict=True)}
         for function in _cut(graph, count):
             tensors = [values[id(x)] for x in function.inputs]
-            masks = [getattr(tensor, "_keras_mask", None) for tensor in tensors]
-            outputs, masks = _segment(function)(tensors, masks)
+            outputs, masks = _segment(function, operation_fn)(tensors, _masks(tensors))
             values |= zip(map(id, function.outputs), _with_masks(outputs, masks), strict=True)
         # Neither losses nor the lists of TensorFlow's loops can leave a compiled function.
         if refused := [one.name for one in graph._flatten_layers() if one._losses or _loops(one)]:
@@ -136,19 +174,18 @@ def _segments(model: Any, count: int) -> Iterator[None]:
         outputs = [values[id(x)] for x in graph.outputs]
         return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
 
-    if graph is not None:
-        vars(graph)["_run_through_graph"] = run
-    try:
+    with _replaced(graph, "_run_through_graph", run) if graph else contextlib.nullcontext():
         yield
-    finally:
-        if graph is not None:
-            del vars(graph)["_run_through_graph"]
     if not has_run:
         raise ValueError(
             "Several compiled segments require a Sequential or functional model, or such a model "
             f"as a layer. Received: xla_segments={count} and {type(model).__name__}, which has or "
             "calls none. Pass xla_segments=1."
         )
+
+
+def _size(graph: Any) -> tuple[int, int]:
+    return len(graph.trainable_weights), len(graph.operations)
 
 
 def _loops(layer: Any) -> bool:
@@ -181,19 +218,29 @@ def _cut(graph: Any, count: int) -> list[Any]:
     return functions
 
 
-def _segment(function: Any) -> Any:
-    """Returns a compiled function of tensors and masks, for a `keras.Function`."""
+def _segment(function: Any, operation_fn: Any) -> Any:
+    """Returns a compiled function of tensors and masks, which runs a `keras.Function`."""
 
     @tf.function(jit_compile=True, autograph=False)
     def segment(tensors: Sequence[Any], masks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = keras.tree.flatten(function(_with_masks(tensors, masks)))
-        return outputs, [getattr(tensor, "_keras_mask", None) for tensor in outputs]
+        # `operation_fn` passes arguments of the call, such as `training`, to each layer. A call of
+        # `function` would pass the recorded arguments of layers, such as `training=False`.
+        # TensorFlow refuses the outermost scope of a layer whose name begins with "_".
+        with tf.name_scope("segment"):
+            found = function._run_through_graph(_with_masks(tensors, masks), operation_fn)
+        outputs = keras.tree.flatten(found)
+        return outputs, _masks(outputs)
 
     return segment
 
 
+def _masks(tensors: Sequence[Any]) -> list[Any]:
+    """Returns the masks that Keras passes between layers as an attribute of tensors."""
+    return [getattr(tensor, "_keras_mask", None) for tensor in tensors]
+
+
 def _with_masks(tensors: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
-    # Keras passes masks between layers as an attribute, which functions do not return.
+    """Sets the masks of tensors, which functions do not return."""
     for tensor, mask in zip(tensors, masks, strict=True):
         if mask is not None:
             tensor._keras_mask = mask
