@@ -218,7 +218,7 @@ LINES = {
 
 
 def plot(cells, path):
-    """Saves time in parallel and alone over the number of ranks, one panel for each model."""
+    """Plots time in parallel and alone over the number of ranks, one panel for each model."""
     parallel = [cell for cell in cells.values() if cell["kind"] == "parallel"]
     names = list(dict.fromkeys(cell["model"] for cell in parallel))
 

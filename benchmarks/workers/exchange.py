@@ -39,7 +39,7 @@ def main():
 
 
 def measure(systems, size, task):
-    """Times all systems of one size in turn, and records the results."""
+    """Times exchanges of one size, alternating between systems, and records times and bytes."""
     wire = runtime.wire()
     exchanges = {system: traced(system, size, wire) for system in systems}
     # The slowest time is the same on all ranks, so all run the same number of repetitions.

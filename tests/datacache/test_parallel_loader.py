@@ -1,4 +1,4 @@
-"""Parallel loading returns the batches of `load` in order, even after a process was killed."""
+"""Tests that `ParallelLoader` returns the batches of `load` in order, and handles failures."""
 
 import functools
 import gc

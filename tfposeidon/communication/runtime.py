@@ -307,7 +307,8 @@ def check_graph() -> None:
     if native.in_xla():
         raise ValueError(
             "Steps must run without XLA, which cannot compile collectives. Received: a step within "
-            "tf.function(jit_compile=True). Leave jit_compile out; fit disables XLA for its steps."
+            "tf.function(jit_compile=True). Compile only the function that computes the gradients; "
+            "fit does so after compile(jit_compile=True)."
         )
 
 
