@@ -65,7 +65,7 @@ def library(model):
 
 
 def op(model):
-    """Measures the op and TensorFlow's two in `tf.function`s, in turn, on values and gradients."""
+    """Times the native op and two TensorFlow ops, alternately, on values and gradients."""
     tensors = [
         tf.convert_to_tensor(variable) for variable in (*drawn(model), *drawn(model, seed=1))
     ]

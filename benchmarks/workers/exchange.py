@@ -1,4 +1,4 @@
-"""Times single exchanges, alternating between those of one size, and counts their bytes."""
+"""Times single exchanges, alternating between systems, and counts the bytes that they send."""
 
 import functools
 import gc

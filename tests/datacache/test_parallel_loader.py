@@ -1,4 +1,4 @@
-"""Tests that `ParallelLoader` returns the batches of `load` in order, and handles failures."""
+"""Tests `ParallelLoader`: the order of its batches, its errors, and the end of its process."""
 
 import functools
 import gc
