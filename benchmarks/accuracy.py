@@ -121,7 +121,7 @@ def spread(values, form):
 
 
 def plot(cells, path):
-    """Saves curves, or the time and steps to the target, depending on the runs.
+    """Plots curves, or the time and steps to the target, depending on the runs.
 
     Curves require that all runs train to the last epoch. Runs that stop at the target differ in
     length, and their length is the result.
@@ -144,7 +144,7 @@ def runs_of(cells):
 
 
 def plot_needed(found, path, target):
-    """Saves seconds and steps to the target: the median as a bar, and each seed as a point."""
+    """Plots seconds and steps to the target: the median as a bar, and each seed as a point."""
 
     def draw(_, axes):
         needs = {"reached_s": f"seconds to {target:.0%}", "reached_steps": f"steps to {target:.0%}"}
@@ -187,7 +187,7 @@ ON_TOP = {"marker": "D", "linewidth": 1.0, "markersize": 3.5, "markevery": 2, "z
 
 
 def plot_curves(found, path):
-    """Saves accuracy, error and loss by epoch: means over seeds, and their range."""
+    """Plots accuracy, error and loss over epochs: mean and range over seeds."""
     # Older results have no losses, and no panel of them.
     noted = all("losses" in run for runs in found.values() for run in runs)
     names = [name for name in CURVES if noted or name != "losses"]

@@ -108,7 +108,7 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Saves a line of points per configuration: step times relative to the best fixed scheme."""
+    """Plots step times relative to the best fixed scheme: a row of points per configuration."""
     found = list(compared(cells))
 
     def draw(figure, axes):

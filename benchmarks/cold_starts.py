@@ -117,7 +117,7 @@ def show(cells):
 
 
 def plot(cells, path):
-    """Saves a line of points per configuration and load: the step of each start."""
+    """Plots the step time of each start: a row of points per configuration and load."""
     found = [row for row in compared(cells) if row["best_s"]]
 
     def draw(figure, axes):

@@ -188,7 +188,7 @@ def epoch_seconds(seeds):
 
 
 def plot(cells, path):
-    """Saves accuracy over the time of training, and the time to the target of each seed."""
+    """Plots accuracy over training time, and the time to the target of each seed."""
     runs = runs_of(cells)
     target = 100 * target_of(runs)
 

@@ -140,7 +140,7 @@ COLORS = dict(zip(TAUS, ("#0072b2", "#d55e00", "#7d4fd6"), strict=True))
 
 
 def plot(cells, path):
-    """Saves step rates of workers, and accuracy relative to BSP over alpha."""
+    """Plots step rates of workers, and accuracy relative to BSP over alpha."""
     by_part = [part for part in COMMON["parts"] if part in {c["part"] for c in cells.values()}]
     draws = {"pace": _draw_paces, "accuracy": _draw_accuracies}
 

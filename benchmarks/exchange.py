@@ -288,7 +288,7 @@ def run(layout, rate, flow, worker, cells):
 
 
 def peer_figures(measured):
-    """Returns figures of another framework; its predicted bytes are those counted."""
+    """Returns the measurements of another framework, with the counted bytes as predicted bytes."""
     return measured | {
         "predicted_bytes": measured["sent_bytes"],
         "busiest_bytes": measured["sent_bytes"],
@@ -296,7 +296,7 @@ def peer_figures(measured):
 
 
 def rows(cell):
-    """Yields the figures of each scheme and length in a job."""
+    """Yields a table row for each scheme and length in a job."""
     rate = None if cell["rate"] == "unshaped" else parse_rate(cell["rate"])
     for name, measured in cell["systems"].items():
         system, size = name.rsplit(" ", 1)
@@ -406,7 +406,7 @@ def readable_length(size):
 
 
 def plot(cells, path):
-    """Saves one panel for each layout and link.
+    """Plots times of exchanges, one panel for each layout and network.
 
     With several lengths, a panel shows time over length; otherwise it shows a bar per system.
     """

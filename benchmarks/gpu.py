@@ -163,7 +163,7 @@ MILLIONS, MILLISECONDS = (0.25, 1, 4, 16, 64), (0.01, 0.03, 0.1, 0.3, 1, 3)
 
 
 def plot(cells, path):
-    """Saves times over the length, with a panel per density."""
+    """Plots times over the length, with a panel per density."""
     densities = sorted({cell["density"] for cell in cells.values()})
 
     def draw(figure, axes):

@@ -4,7 +4,7 @@
     horovodrun -np 2 python -m benchmarks.gpu_check two links    # ranks may share one GPU
     horovodrun -np 2 python -m benchmarks.gpu_check nccl         # each rank with its own GPU
 
-Each check prints a line, `ok` or `FAIL`, with seconds and figures; a failure does not end a stage.
+Each check prints a line, `ok` or `FAIL`, with seconds and results; a failure does not end a stage.
 The exit status is 1 if a check failed, and 3 if TensorFlow finds no GPU. Without a GPU the same
 code runs on the CPU. Environment: lines are also appended to the file RESULTS; FEW=1 omits most of
 `two`; MODELS and POLICIES choose the models and policies that `speed` times.

@@ -18,7 +18,7 @@ PAIRS = tuple(round(DENSITIES[kind] * WORK) for kind in ("select", "select_many"
 HALF_PER_SUM = 45.0
 """Seconds of a sum in float16 in Horovod's ring for each second of one in float32; fitted."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
-"""Rate without measured single collectives -> the rate whose figures are scaled instead."""
+"""Rate without measured single collectives -> the rate whose measurements are scaled instead."""
 
 
 def topology_of(layout):

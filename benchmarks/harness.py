@@ -49,9 +49,9 @@ class JobError(Exception):
     """Error of a job that failed.
 
     Attributes:
-      partial: Figures measured before the failure, as `in_lab` returns them, or `None`.
-      answer: Figures to store in spite of the failure, set by benchmarks whose jobs can resume, or
-        `None`.
+      partial: Measurements before the failure, as `in_lab` returns them, or `None`.
+      answer: Measurements to store in spite of the failure, set by benchmarks whose jobs can
+        resume, or `None`.
     """
 
     def __init__(self, message, partial=None):
@@ -88,7 +88,7 @@ class Results:
 
         Args:
           key: Key of the job.
-          answer: Figures of the job, for JSON.
+          answer: Measurements of the job, for JSON.
         """
         self.cells[key] = answer | {"machine": machine()}
         beside = self.path.with_suffix(".part")
@@ -253,7 +253,7 @@ def in_lab(options, worker, task):
       task: Request to the worker, for JSON.
 
     Returns:
-      The worker's answer (system -> figures), the request, dropped packets and seconds.
+      The worker's answer (system -> measurements), the request, dropped packets and seconds.
 
     Raises:
       JobError: If the job fails, or takes longer than an hour.
@@ -336,7 +336,7 @@ def native(name, *arguments, more=(), cuda=False):
       cuda: True to link the library for the GPU of this machine as well.
 
     Returns:
-      The figures that the program printed.
+      The measurements that the program printed, parsed from JSON.
     """
     program = _compiled(name, cuda)
     with tempfile.TemporaryDirectory() as folder:
@@ -367,7 +367,7 @@ def _compiled(name, cuda):
 
 
 def emulated(cells):
-    """Returns the heading of figures of emulated accelerators."""
+    """Returns the heading of results that were measured with emulated accelerators."""
     processors = [cell["machine"]["processor"] for cell in cells.values() if "machine" in cell]
     cores = {processor.partition(" x ")[0] for processor in processors}
     where = f" on a {' or '.join(sorted(cores))}-core machine" if cores else ""

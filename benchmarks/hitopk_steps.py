@@ -70,7 +70,7 @@ def readable(name):
 
 
 def plot(cells, path):
-    """Saves a bar per layout, link and density, divided into the four steps."""
+    """Plots a bar per layout, network and density, divided into the four steps."""
 
     def draw(figure, axes):
         names, steps = zip(*rows(cells), strict=True)

@@ -131,7 +131,7 @@ LOWEST = 80
 
 
 def plot(cells, path):
-    """Saves validation accuracy over epochs, mean and range over seeds."""
+    """Plots validation accuracy over epochs: mean and range over seeds."""
 
     def draw(figure, axes):
         below = []

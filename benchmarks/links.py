@@ -117,7 +117,7 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Saves measured rates and latencies relative to the references, a point each."""
+    """Plots measured rates and latencies relative to their references, with a point for each."""
     found = list(rows(cells))
     panels = ("rate", "latency")
     titles = ("measured rate / rate of the lab", "measured latency / median without load")

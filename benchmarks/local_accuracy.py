@@ -244,7 +244,7 @@ def between(differences):
 
 
 def judged(differences):
-    """Returns whether a system is near all-reduce, by its interval or by its mean."""
+    """Returns whether a system is at most `NEAR` points below all-reduce, by interval or mean."""
     mean, half = interval(differences)
     if mean - half >= -NEAR:
         return "yes"
@@ -311,7 +311,7 @@ MEGABYTES = (0.02, 0.1, 0.5, 2, 10, 50)
 
 
 def plot(cells, path):
-    """Saves points from all-reduce over the bytes that a rank sends, a panel for each table."""
+    """Plots the difference from all-reduce over the bytes that a rank sends, a panel per table."""
     panels = outcomes(cells)
 
     def draw(figure, axes):

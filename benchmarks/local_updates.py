@@ -116,7 +116,7 @@ def show(cells):
 
 
 def plot(cells, path):
-    """Saves the time that communication adds to a step, as a bar per system."""
+    """Plots the time that communication adds to a step, as a bar per system."""
     layouts = by_layout(cells)
 
     def draw(figure, axes):

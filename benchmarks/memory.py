@@ -92,7 +92,7 @@ OPTIMIZER_NAMES = {"momentum": "SGD, momentum", "adam": "Adam", "adamw": "AdamW"
 
 
 def plot(cells, path):
-    """Saves a panel per layout: resident memory as bars, and optimizer state as marks."""
+    """Plots a panel per layout: resident memory as bars, and optimizer state as marks."""
     (elements,) = {cell.get("task", {}).get("elements", ELEMENTS) for cell in cells.values()}
     labels = {"worker": "resident, DistributedOptimizer", "server": "resident, ShardedOptimizer"}
     found = {}

@@ -65,7 +65,7 @@ def library(model):
 
 
 def op(model):
-    """Measures the op and TensorFlow's two in `tf.function`s, in turn, on values and gradients."""
+    """Times the native op and two TensorFlow ops, alternately, on values and gradients."""
     tensors = [
         tf.convert_to_tensor(variable) for variable in (*drawn(model), *drawn(model, seed=1))
     ]
@@ -218,7 +218,7 @@ LINES = {
 
 
 def plot(cells, path):
-    """Saves time in parallel and alone over the number of ranks, one panel for each model."""
+    """Plots time in parallel and alone over the number of ranks, one panel for each model."""
     parallel = [cell for cell in cells.values() if cell["kind"] == "parallel"]
     names = list(dict.fromkeys(cell["model"] for cell in parallel))
 

@@ -1,4 +1,4 @@
-"""Measures the README's figures: time per step of `auto` and other frameworks on slow networks.
+"""Measures the README's table: time per step of `auto` and other frameworks on slow networks.
 
     python -m benchmarks.overview            # short: ResNet-50 at 10 Gb/s
     python -m benchmarks.overview --full     # three models at 1, 10 and 25 Gb/s; an hour
@@ -88,7 +88,7 @@ def choices(cells):
 
 
 def plot(cells, path):
-    """Saves a panel of bars per bandwidth and model."""
+    """Plots step times as bars, with a panel per bandwidth and model."""
     found = by_case(cells)
     names = list(dict.fromkeys(model for model, *_ in found))
     gbits = sorted({gbit for *_, gbit in found})

@@ -144,7 +144,7 @@ def traffic(cells):
 
 
 def plot(cells, path):
-    """Saves speed-up over nodes and over bandwidth, a column of panels for each model.
+    """Plots speed-up over nodes and over bandwidth, a column of panels for each model.
 
     A second figure, whose name ends with "_traffic", shows the traffic of each node.
     """

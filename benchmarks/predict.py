@@ -325,7 +325,7 @@ def drawn_as(row):
 
 
 def plot(cells, path):
-    """Saves a panel for each layout: predicted over measured times.
+    """Plots predicted over measured times, one panel for each layout.
 
     Args:
       cells: Answers of `benchmarks.exchange`, by key.

@@ -105,7 +105,7 @@ def links_of(rows, cell):
 
 
 def compared(rows):
-    """Yields each measured step with its prediction; rows as those of `compared`."""
+    """Yields each measured step with its prediction, in rows like those of `predict.compared`."""
     for file in STEPS:
         path = harness.RESULTS / f"{file}.json"
         for cell in json.loads(path.read_text()).values() if path.exists() else ():

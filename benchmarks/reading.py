@@ -357,7 +357,7 @@ def later(measured):
 
 
 def plot(cells, path):
-    """Saves samples per second in training: a row per source, first and later epochs."""
+    """Plots samples per second in training: a row per source, with first and later epochs."""
     trained = [cell for cell in cells.values() if cell["kind"] == "training"]
 
     def draw(_, axes):

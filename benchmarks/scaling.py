@@ -191,12 +191,12 @@ def group(cell):
 
 
 def row(system, figures, cell):
-    """Returns the figures of a system.
+    """Returns the table row of a system.
 
     Args:
       system: Name of the scheme or of another framework.
-      figures: Its times and bytes, or an error.
-      cell: Answer of the job that measured it.
+      figures: Measured times and bytes of the system, or an error.
+      cell: Answer of the job that measured the system.
 
     Returns:
       Dilated seconds of a step on the slowest rank, exposed and ideal seconds, the share of time in
@@ -265,7 +265,7 @@ def cells_of(row, dilation):
 
 
 def plot(cells, path):
-    """Saves scaling efficiency over bandwidth, one panel for each model and layout.
+    """Plots scaling efficiency over bandwidth, one panel for each model and layout.
 
     A last panel of bars shows the systems that were measured at a single bandwidth.
     """

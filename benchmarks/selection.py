@@ -272,7 +272,7 @@ def ratios(density):
 
 
 def plot(cells, path):
-    """Saves ratios over length: median and range of distributions, by kind and density."""
+    """Plots time ratios over length: median and range over distributions, by kind and density."""
     found = {}
     for cell in cells.values():
         found.setdefault((cell["kind"], cell["density"]), []).append(cell)

@@ -1,14 +1,14 @@
-"""Prints figures of the code and their limits: size, imports, documentation, uses of Keras.
+"""Prints code metrics and their limits: size, imports, documentation, uses of Keras.
 
     python -m benchmarks.structure               # the working tree; `make check` prints this
     python -m benchmarks.structure v0.1 HEAD     # a column per revision
     python -m benchmarks.structure --missing     # names of docs/api.md without complete docstrings
-    python -m benchmarks.structure --rooms 51a1002 HEAD    # lines and statements of each folder
+    python -m benchmarks.structure --folders 51a1002 HEAD    # lines and statements of each folder
 
-Tests are left out. Imports count wherever they stand, also in functions and for types, and pass
-through `__init__` modules. Rooms are the layers of the contract that import-linter checks. A small
+Tests are excluded. All imports count, also those in functions and for types, and are followed
+through `__init__` modules. Layers are those of the contract that import-linter checks. A small
 module has fewer than 60 lines of code and one importer. A private name of Keras is an attribute
-with an underscore that stands in Keras's source, and that this code uses and does not define.
+that begins with an underscore, occurs in Keras's source, and is used but not defined in this code.
 
 A docstring is complete if its `Args` name every parameter and it has `Returns` or `Yields`, or a
 summary that begins with that word. Properties, methods with `@override` and functions without
@@ -51,7 +51,7 @@ LIMITS = {
     "private names of Keras": 6,
     "sys._getframe, sys.last_value, except: pass": 0,
 }
-"""Limit of each figure; figures without a limit are printed for comparison."""
+"""Limits of metrics; metrics without a limit are printed for comparison."""
 SMALL, LONG = 60, 30
 """Lines of code below which a module is small, and lines above which a function is long."""
 BASE = "CommunicatingOptimizer"
@@ -88,22 +88,24 @@ def main() -> None:
     parser.add_argument(
         "--missing", action="store_true", help="list documented names without complete docstrings"
     )
-    parser.add_argument("--rooms", action="store_true", help="count lines and statements by folder")
+    parser.add_argument(
+        "--folders", action="store_true", help="count lines and statements by folder"
+    )
     options = parser.parse_args()
     if options.missing:
         print(*missing(Tree(ROOT)), sep="\n")
         return
-    count = rooms_of if options.rooms else figures
+    count = sizes_of_folders if options.folders else metrics
     columns = [at_revision(one, count) for one in options.revisions] or [count(Tree(ROOT))]
     print(f"{'':46}", *(f"{one[:9]:>10}" for one in options.revisions or ["now"]), "  at most")
-    for label in sorted(set().union(*columns)) if options.rooms else columns[-1]:
+    for label in sorted(set().union(*columns)) if options.folders else columns[-1]:
         limit = f"{LIMITS[label]:9,}" if label in LIMITS else ""
         found = (f"{column[label]:,}" if label in column else "-" for column in columns)
         print(f"{label:46}", *(f"{one:>10}" for one in found), limit)
 
 
 def at_revision(revision: str, count: Callable[[Tree], dict[str, int]]) -> dict[str, int]:
-    """Returns the figures of a revision, read from an archive of it."""
+    """Returns the metrics of a revision, which is read from a git archive."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
             ["git", "archive", revision], cwd=ROOT, stdout=subprocess.PIPE, check=True
@@ -160,8 +162,8 @@ class Tree:
         return [node for node in found if isinstance(node, kinds)]
 
 
-def figures(tree: Tree) -> dict[str, int]:
-    """Returns the figures of a tree, by their label."""
+def metrics(tree: Tree) -> dict[str, int]:
+    """Returns the code metrics of a tree, by label."""
     ours = tree.of("tfposeidon")
     functions = [n for n in tree.nodes(ast.FunctionDef) if isinstance(n, ast.FunctionDef)]
     base = methods_of(BASE, tree)
@@ -176,7 +178,7 @@ def figures(tree: Tree) -> dict[str, int]:
         ),
         "modules of tfposeidon": len(ours),
         "small modules of tfposeidon": len(small(tree)),
-        "layers of the import contract": rooms(tree.root),
+        "layers of the import contract": layers(tree.root),
         "longest chain of imports": longest_chain(tree),
         "methods of the optimizers' base class": len(base),
         "of these abstract, constant or empty": sum(map(is_trivial, base)),
@@ -191,15 +193,15 @@ def figures(tree: Tree) -> dict[str, int]:
     }
 
 
-def rooms_of(tree: Tree) -> dict[str, int]:
+def sizes_of_folders(tree: Tree) -> dict[str, int]:
     """Returns lines and statements of each folder, and of modules directly in a package."""
     found: Counter[str] = Counter()
     for name, module in tree.modules.items():
         parts = name.split(".") if module.is_package else name.split(".")[:-1]
-        room = ".".join(parts[:2])
-        found[f"{room}: lines"] += module.lines
+        folder = ".".join(parts[:2])
+        found[f"{folder}: lines"] += module.lines
         statements = (node for node in ast.walk(module.tree) if isinstance(node, ast.stmt))
-        found[f"{room}: statements"] += sum(not _is_text(node) for node in statements)
+        found[f"{folder}: statements"] += sum(not _is_text(node) for node in statements)
     return dict(found)
 
 
@@ -251,7 +253,7 @@ def _is_shown(name: str, tree: Tree) -> bool:
     return package is not None and name in _imported(package.tree)
 
 
-def rooms(root: Path) -> int:
+def layers(root: Path) -> int:
     """Returns the number of layers of the package's contract."""
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
     return len(settings["contracts"][0]["layers"])
@@ -295,7 +297,7 @@ def is_trivial(method: ast.FunctionDef) -> bool:
 
 
 def at_run_time(root: Path) -> dict[str, int]:
-    """Returns the figures that `AT_RUN_TIME` prints with a tree, from a separate process."""
+    """Returns the metrics that `AT_RUN_TIME` prints for a tree, from a separate process."""
     command = [sys.executable, "-c", AT_RUN_TIME]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=root == ROOT)
     # Earlier revisions have other attributes than the program uses.

@@ -125,7 +125,7 @@ def row(cell):
 
 
 def plot(cells, path):
-    """Saves the ratios of all pairs as boxes from quartile to quartile."""
+    """Plots the ratios of all pairs as boxes from quartile to quartile."""
 
     def draw(figure, axes):
         (axis,) = axes

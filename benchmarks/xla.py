@@ -49,7 +49,7 @@ def run(rate, segments, width, blocks, rounds):
 
 
 def rows(cells):
-    """Yields the bandwidth, the number of functions, and its figures in seconds."""
+    """Yields bandwidth, number of functions, and seconds: a step, its exposed part, tracing."""
     for cell in cells.values():
         for name, found in cell["systems"].items():
             step_s, exposed_s = (statistics.median(found[k]) for k in ("step_s", "exposed_s"))
@@ -67,7 +67,7 @@ def show(cells):
 
 
 def plot(cells, path):
-    """Saves a panel per bandwidth: steps as bars, of which exposed communication is a part."""
+    """Plots a panel per bandwidth: step times as bars that include exposed communication."""
     found = {}
     for rate, name, step_s, exposed_s, _ in rows(cells):
         found.setdefault(rate, []).append((name, 1e3 * step_s, 1e3 * exposed_s))

@@ -202,7 +202,7 @@ class Caches:
 
 
 def _warm(caches, warmed):
-    """Fills caches one after the other, and sets the result or the error of a future."""
+    """Fills caches one after the other; sets the result or the error of the future `warmed`."""
     try:
         for cache in caches:
             cache.warm(progress=False)

@@ -1,4 +1,4 @@
-"""Where tests stand, and what they reach into."""
+"""Tests the folders of tests, and their use of private attributes."""
 
 import ast
 import re

@@ -57,7 +57,7 @@ TAIL_LINES = 15
 
 
 class Pair:
-    """A release of Python and one of TensorFlow, with their folder.
+    """A release of Python and a release of TensorFlow, with the folder of their environment.
 
     Args:
       name: `"3.12-2.20"`, or `"3.12-2.20-cuda"`.
@@ -175,7 +175,7 @@ def check(pair, options):
 
 
 def test(pair, options):
-    """Runs the fast tests, or a core of them."""
+    """Runs the fast tests, or only those in the folders of `CORE`."""
     if pair.cuda:
         return
     places = ["tests"] if options.tests == "fast" else [f"tests/{place}" for place in CORE]

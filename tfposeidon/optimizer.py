@@ -125,13 +125,14 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
     @override
     def build(self, variables: Sequence[Any]) -> None:
-        """Creates the inner optimizer's state, and accumulators if it accumulates gradients.
+        """Creates the inner optimizer's state, and accumulators if gradients are accumulated.
 
         Args:
           variables: The trainable variables.
 
         Raises:
-          ValueError: If a variable is not floating point.
+          ValueError: If a variable is not floating point, or if inner optimizers accumulate
+            gradients over different numbers of calls.
         """
         # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:

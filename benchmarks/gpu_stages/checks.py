@@ -33,7 +33,7 @@ class Checks:
         self.failures = 0
 
     def __call__(self, name, function, *arguments):
-        """Runs `function(say, *arguments)`, which shows figures by `say` and fails by raising."""
+        """Runs `function(say, *arguments)`, which reports results by `say` and fails by raising."""
         begin_s, say, problem = time.perf_counter(), Figures(), ""
         late = time.perf_counter() - BEGIN_S > self.budget_s
         if self.gather("late" if late else "")[0]:

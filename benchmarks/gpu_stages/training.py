@@ -24,7 +24,7 @@ FEW_EXACT, FEW_LOSSY = (
 
 
 def schemes_by_name(names):
-    """Returns the schemes of the names above; other names are those of tfposeidon."""
+    """Returns the schemes of the given names, which may also be names of tfposeidon's schemes."""
     own = {
         "sparse, all of it": tp.schemes.HiTopK(density=1.0, select="exact", min_elements=0),
         "alltoall16": tp.schemes.AllToAll(wire_dtype="float16"),
@@ -185,7 +185,7 @@ def _loop(say, case):
 
 
 def gathered(text):
-    """Returns the texts of all ranks for the one of this rank."""
+    """Gathers one text per rank, and returns the texts of all ranks."""
     coded = np.frombuffer(text.encode(), "u1")
     with tf.device("/CPU:0"):
         # Never empty, since Horovod requires it, and as int32, which every backend supports.

@@ -1,4 +1,4 @@
-"""Times single exchanges, alternating between those of one size, and counts their bytes."""
+"""Times single exchanges, alternating between systems, and counts the bytes that they send."""
 
 import functools
 import gc
@@ -39,7 +39,7 @@ def main():
 
 
 def measure(systems, size, task):
-    """Times all systems of one size in turn, and records the results."""
+    """Times exchanges of one size, alternating between systems, and records times and bytes."""
     wire = runtime.wire()
     exchanges = {system: traced(system, size, wire) for system in systems}
     # The slowest time is the same on all ranks, so all run the same number of repetitions.

@@ -93,7 +93,7 @@ def step_under(strategy, task, system):
 
 
 def everybody_under(strategy, task):
-    """Returns a function from this rank's seconds to those of all ranks, for `Task.measure`."""
+    """Returns a function that maps this rank's seconds to those of all ranks (`Task.measure`)."""
 
     def on_replica(own):
         # The strategy requires a tensor on a device, but an argument has no device.

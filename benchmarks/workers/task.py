@@ -105,11 +105,11 @@ class Task:
         )
 
     def note(self, system, answer):
-        """Adds figures to the answer, and replaces its file with a complete new one.
+        """Adds measurements to the answer, and replaces its file atomically.
 
         Args:
           system: Name of what was measured.
-          answer: Its figures.
+          answer: Measurements of the system.
         """
         self.answer[system] = answer
         if self.rank == 0:

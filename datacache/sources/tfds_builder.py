@@ -105,7 +105,7 @@ def _select_features(features: Any, decoders: Any) -> tuple[Any, Any]:
 
 
 def _file_instructions(builder: Any, split: Any) -> Sequence[Any]:
-    """Returns the files of a split, and the records of each that belong to it."""
+    """Returns the files of a split, each with the records that belong to the split."""
     splits = builder.info.splits
     try:
         parts = splits[split].file_instructions

@@ -23,7 +23,8 @@ class Images(NamedTuple):
       train: Source of the training images.
       test: Source of the test images.
       classes: Number of classes.
-      pair: Function from a sample of a source to the bytes of a file and its class, from 0.
+      pair: Function that maps a sample of a source to the bytes of its image file and its class
+        index, which starts at 0.
     """
 
     train: Any

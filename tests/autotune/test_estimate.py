@@ -31,7 +31,7 @@ def _probes(topology):
 
 
 def _seconds(one, topology, flow=FLOW):
-    """Returns the seconds of a probe on a network with the figures above."""
+    """Returns the seconds of a probe on a network with the latencies and rates above."""
     sent_bytes, stays = one.bytes_on(topology)
     rate = NODE if stays else flow if one.name == "rate.flow" else ACROSS
     link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(one.transfers[0])

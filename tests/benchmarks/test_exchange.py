@@ -1,4 +1,4 @@
-"""Tests the figures of single exchanges, and the exchanges of the grid."""
+"""Tests the numbers that `benchmarks.exchange` computes, and the exchanges of the grid."""
 
 import argparse
 

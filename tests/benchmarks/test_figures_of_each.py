@@ -1,4 +1,4 @@
-"""Tests the figures that the other benchmarks compute from their measurements."""
+"""Tests the numbers that the other benchmarks compute from their measurements."""
 
 import math
 

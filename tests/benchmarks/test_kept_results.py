@@ -67,7 +67,7 @@ ABRIDGED = ("selection",)
 
 @pytest.mark.parametrize("name", OF_RESULTS)
 def test_pages_show_the_tables_and_plots_of_stored_results(name, tmp_path, capsys):
-    """A stored result that lacks a figure would end its benchmark only after the measurements."""
+    """A benchmark with an incomplete stored result would fail only after its measurements."""
     cells = json.loads((harness.RESULTS / f"{name}.json").read_text())
     OF_RESULTS[name].show(cells)
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line]

@@ -1,4 +1,4 @@
-"""Tests the figures of `benchmarks.poseidon`."""
+"""Tests the numbers that `benchmarks.poseidon` computes from its measurements."""
 
 import pytest
 

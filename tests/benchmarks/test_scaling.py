@@ -1,4 +1,4 @@
-"""Tests the figures of emulated models' steps, and the settings of other frameworks."""
+"""Tests the numbers that `benchmarks.scaling` computes, and the settings of other frameworks."""
 
 import argparse
 import importlib

@@ -32,7 +32,7 @@ def _in_order(position=None):
 
 
 def _trained(cache, data, callbacks=(), **arguments):
-    """Trains on data, and returns the numbers of each batch in the order of training."""
+    """Trains on data, and returns the sample numbers in each batch, in training order."""
     keras.backend.clear_session()
     seen = []
 

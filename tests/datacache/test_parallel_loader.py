@@ -1,4 +1,4 @@
-"""Parallel loading returns the batches of `load` in order, even after a process was killed."""
+"""Tests `ParallelLoader`: the order of its batches, its errors, and the end of its process."""
 
 import functools
 import gc

@@ -85,8 +85,8 @@ def _record_file(root, first):
     [
         lambda root, first: datacache.from_folder(_packed(root, first)),
         lambda root, first: datacache.from_folder(_packed(root, first, count=200, size=8)),
-        # A fingerprint reads only some blocks of a large file; the first half of this file is the
-        # same.
+        # A fingerprint reads only some blocks of a large file. The files of the two folders are
+        # equal in their first half.
         lambda root, first: datacache.from_folder(_packed(root, first, count=1, size=2**23)),
         lambda root, first: datacache.from_tfrecords(_record_file(root, first)),
     ],

@@ -1,4 +1,4 @@
-"""Tests workers and a server on rank 0 with the models and data of users."""
+"""Tests `ElasticAveraging` with typical models and inputs; the server is on rank 0."""
 
 import csv
 import os

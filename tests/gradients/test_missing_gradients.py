@@ -27,7 +27,7 @@ class _Trained:
         self.variables = [
             keras.Variable(np.ones(SHAPE, "float32"), name=f"{name}_{place}") for place in range(3)
         ]
-        # One process takes its steps eagerly, to avoid traces that are not tested.
+        # Run the single-process reference eagerly, because its traces are not under test.
         self._step = self._apply if is_eager else tf.function(self._apply, reduce_retracing=False)
 
     def _apply(self, gradients, present):

@@ -68,11 +68,11 @@ BETWEEN_AND_WITHIN = slice(1, None, 2)
 def check_resumes(
     wire, build, make_optimizer, scheme="auto", callbacks=(), batches=2, stops=WITHIN_AND_BETWEEN
 ):
-    """Resumes a run from some of its snapshots, and compares it with the uninterrupted run.
+    """Resumes a run from some of its snapshots, and compares each with the uninterrupted run.
 
     A new model resumes the first snapshot, as in a new process. The same model resumes the others,
-    which saves traces and checks that a snapshot replaces its whole state. Accumulation over two
-    batches requires `batches=3`, so that an update spans two epochs.
+    which avoids retracing, and checks that a snapshot replaces the whole state of the model.
+    Accumulation over two batches requires `batches=3`, so that an update spans two epochs.
     """
     folder = shared_folder(wire)
     whole, history = checkpoint_job(

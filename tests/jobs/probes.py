@@ -58,7 +58,7 @@ def _send(size_bytes, name, port):
 
 
 def _receive(size_bytes, pair, port):
-    """Prints the link rate in b/s, of all bytes and of the fastest quarter of them."""
+    """Prints the link rate in b/s over all bytes, and over the fastest quarter of the bytes."""
     with socket.create_server(("", port)) as server:
         peer, _ = server.accept()
         with peer:

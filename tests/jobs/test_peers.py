@@ -18,7 +18,7 @@ POWERSGD_RANK = 4
 
 
 def answers(worker, systems):
-    """Returns the figures of a worker, by system."""
+    """Returns the measurements of a worker, by system."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         task = {"model": MODEL, "shrink": SHRINK, "dilation": 0.05, "warm_up": 3, "steps": 4}

@@ -1,4 +1,4 @@
-"""Tests `LocalUpdates` with the models and data of users."""
+"""Tests `LocalUpdates` with typical models and inputs."""
 
 import keras
 import numpy as np

@@ -349,7 +349,7 @@ def test_a_gan_resumes_with_both_optimizers(wire):
             np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")
 
 
-def test_a_step_with_several_calls_may_exhaust_its_input(wire):
+def test_input_may_end_in_a_step_with_several_optimizer_calls(wire):
     """The discriminator may synchronize after the first or the second call of a step."""
     model = _gan(lambda: tp.LocalUpdates(keras.optimizers.SGD(0.01), 3, overlap_steps=1), d_steps=2)
     pieces = [4, 4, 4, 4, 3] if wire.topology.rank else [4, 4]

@@ -45,10 +45,10 @@ def test_lists_of_pairs_are_processed_in_parallel(wire):
     np.testing.assert_array_equal(found, tf.stack([norms(pair) for pair in pairs]))
 
 
-def test_long_tensors_are_processed_in_parallel(wire):
-    long = tf.reshape(tf.range(7 * 3, dtype=tf.int64), [7, 3])
-    compiled = tf.function(lambda: tp.parallel_tensor_operator(lambda rows: rows**2, long))
-    np.testing.assert_array_equal(compiled(), long**2)
+def test_one_tensor_is_split_along_its_first_axis(wire):
+    tensor = tf.reshape(tf.range(7 * 3, dtype=tf.int64), [7, 3])
+    compiled = tf.function(lambda: tp.parallel_tensor_operator(lambda rows: rows**2, tensor))
+    np.testing.assert_array_equal(compiled(), tensor**2)
 
 
 def test_results_may_have_any_length(wire):

@@ -32,7 +32,7 @@ def _tagger(mask_zero=True):
 
 
 def _tagged(count):
-    """Returns texts, which are long on rank 0; those of others are empty in each fourth step."""
+    """Returns texts, which are long on rank 0, and empty on other ranks in each fourth step."""
     generator = np.random.default_rng(0)
     place, batch = np.arange(count) % BATCH, np.arange(count) // BATCH
     lengths = np.where(place < FIRST, LENGTH, np.where(batch % 4 == 3, 0, 2))

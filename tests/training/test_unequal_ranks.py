@@ -89,7 +89,7 @@ def test_steps_per_execution_and_callbacks_that_communicate(wire):
 
 
 def test_sharded_updates_with_unequal_ranks(wire):
-    """Ranks without data push nothing, and take part in norms and pulls all the same."""
+    """Ranks without data contribute zeros, and take part in norms and in all-gathers."""
     scaled = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0)
     for given in ({"inner": keras.optimizers.SGD(0.1, global_clipnorm=0.1)}, {"around": scaled}):
         model, optimizer = compiled_for_lengths(SERVED, **given)

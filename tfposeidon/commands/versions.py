@@ -66,5 +66,5 @@ def release_of(version: str) -> str:
 
 
 def either(names: Sequence[str]) -> str:
-    """Joins names to a choice, such as `"2.19, 2.20 or 2.21"`."""
+    """Joins names with commas and "or", as in `"2.19, 2.20 or 2.21"`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -189,7 +189,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collectio
 
 
 def _captured(tensor: tf.Tensor) -> Any:
-    """Returns the tensor outside of all nested functions that a function's input captures."""
+    """Returns the tensor that a function's input captures, resolved through nested functions."""
     # An eager tensor is outside of all functions, and raises on access to `op`.
     if isinstance(tensor, tf.__internal__.EagerTensor) or tensor.op.type != "Placeholder":
         return tensor
@@ -280,7 +280,7 @@ class FactorReader:
         return tf.cast(tf.stack(rows), tf.float32)
 
     def artificial(self, description: Description, values: tf.Tensor) -> FactorPair:
-        """Returns factors of the described number of batch rows, filled with `values[0]`."""
+        """Returns sufficient factors with the described batch rows, filled with `values[0]`."""
         shape = shape_of(description)
         count, value = round(shape.rows or 0), tf.cast(values[0], shape.dtype)
         right = tf.fill([count, shape.right], value)
