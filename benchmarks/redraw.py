@@ -32,6 +32,7 @@ from benchmarks import (
     scaling,
     selection,
     wrapper,
+    xla,
 )
 
 PLOTS = {
@@ -59,6 +60,7 @@ PLOTS = {
     "sparse_exchange": (exchange.plot, ["sparse_exchange"]),
     "sparse_scaling": (scaling.plot, ["sparse_scaling"]),
     "wrapper": (wrapper.plot, ["wrapper"]),
+    "xla": (xla.plot, ["xla"]),
 }
 """Function and result files of each plot."""
 

@@ -74,11 +74,25 @@ def plot(cells, path):
 
     def draw(figure, axes):
         for axis, (rate, own) in zip(axes, found.items(), strict=True):
-            names, steps, exposed = zip(*own, strict=True)
-            axis.barh(names, steps, color=figures.PARTS[0], label="step")
-            axis.barh(names, exposed, color=figures.PARTS[1], label="of it exposed communication")
-            axis.set(title=f"{rate} between nodes", xlabel="milliseconds per step; lower is better")
-            axis.set_ylabel("functions compiled by XLA (0: no XLA)")
+            counts, steps, exposed = zip(*own, strict=True)
+            names = [
+                f"XLA, {n} function{'s' * (n != '1')}" if n != "0" else "no XLA" for n in counts
+            ]
+            rest = [step - part for step, part in zip(steps, exposed, strict=True)]
+            axis.barh(
+                names, rest, color=figures.PARTS[0], label="computation and hidden communication"
+            )
+            axis.barh(
+                names, exposed, left=rest, color=figures.PARTS[3], label="exposed communication"
+            )
+            limit = (
+                rate.replace("gbit", " Gb/s")
+                .replace("mbit", " Mb/s")
+                .replace("unshaped", "no limit")
+            )
+            axis.set(
+                title=f"{limit} between nodes", xlabel="milliseconds per step; lower is better"
+            )
             axis.invert_yaxis()
         figures.legend(figure, columns=2)
 

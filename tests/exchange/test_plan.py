@@ -172,7 +172,8 @@ class OfEachRank(policies.HybComm):
 
 def test_plans_that_differ_between_ranks_are_refused():
     weight, inner = keras.Variable(np.zeros(3, "float32"), name="weight"), keras.optimizers.SGD()
-    settings = dict.fromkeys(("sample_count", "counted", "gradient_accumulation_steps"))
+    names = "sample_count", "counted", "gradient_accumulation_steps", "functions compiled by XLA"
+    settings = dict.fromkeys(names)
 
     def agree(wire):
         plans = AgreedPlans(OfEachRank(), 2**20, lambda: wire, lambda: "x")
