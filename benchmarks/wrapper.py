@@ -4,6 +4,7 @@
     python -m benchmarks.wrapper --pairs 401 --systems allreduce fit         # 13 minutes
     python -m benchmarks.wrapper --pairs 11 --systems synchronization start  # ResNet-50 itself
     python -m benchmarks.wrapper --pairs 15 --systems "small 1" "small 10"   # steps of 4 ms; 8 min
+    python -m benchmarks.wrapper --pairs 15 --systems "small auto 1" "small auto 10"  # 8 minutes
 
 Two ranks on one node exchange ResNet-50's gradients and apply their means; one rank calls `fit`.
 Steps include the wrapper's work in `fit`: it counts samples, weights gradients and times exchanges.
@@ -13,7 +14,8 @@ has no effect. The table shows the median of the ratios, its 95 % interval, and 
 averages of layer state and metrics, relative to a step of 8 images per rank. "start" is the
 broadcast at the start of a model's first `fit`, relative to the same step. "small 10" is a step of
 `fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
-to `grouped_allreduce` in a custom train step. An interrupted run resumes.
+to `grouped_allreduce` in a custom train step; "small auto 10" is the same step under "auto", relative
+to the scheme that it chose. An interrupted run resumes.
 """
 
 import itertools
@@ -32,7 +34,7 @@ COMMON = {
     "bucket_mib": [DEFAULT_BUCKET_BYTES / 2**20],
     "shrink": 1,
 }
-WHOLE = {"fit", "synchronization", "start", "small 1", "small 10"}
+WHOLE = {"fit", "synchronization", "start", "small 1", "small 10", "small auto 1", "small auto 10"}
 """Systems without variations of scheme and buckets."""
 SMALLEST = COMMON | {"pairs": 1, "systems": ["allreduce"], "model": "alexnet", "shrink": 8}
 

@@ -4,7 +4,8 @@ Systems: "fit" compares one rank with plain Keras. A scheme with the MiB of its 
 "alltoall 4", exchanges a model's gradients; its baseline is Horovod's `grouped_allreduce` with the
 plain optimizer. Steps of the wrapper include its work in `fit`. "synchronization" is the work that
 `fit` adds to an epoch, and "start" its work at the start, each compared with a step. "small 10"
-compares ten steps per execution of `fit` with a train step that calls Horovod.
+compares ten steps per execution of `fit` with a train step that calls Horovod. "small auto 10"
+compares them under "auto", after it has decided, with those under the scheme that it chose.
 """
 
 import time
@@ -220,6 +221,10 @@ def sides(system, model):
     """Returns functions of the wrapper and of the baseline, which run one step or ten."""
     if system in ("synchronization", "start"):
         return _synchronized(system == "start")
+    if system.startswith("small auto"):
+        steps = int(system.split()[2])
+        ours, theirs = (tp.DistributedOptimizer(_sgd(), scheme=s) for s in ("auto", "allreduce"))
+        return _small(keras.Sequential, ours, steps), _small(keras.Sequential, theirs, steps)
     if system.startswith("small"):
         steps = int(system.split()[1])
         ours = tp.DistributedOptimizer(_sgd(), scheme="allreduce")
