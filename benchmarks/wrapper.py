@@ -14,8 +14,8 @@ has no effect. The table shows the median of the ratios, its 95 % interval, and 
 averages of layer state and metrics, relative to a step of 8 images per rank. "start" is the
 broadcast at the start of a model's first `fit`, relative to the same step. "small 10" is a step of
 `fit` with "allreduce", `steps_per_execution` 10 and four dense layers of 64 on two ranks, relative
-to `grouped_allreduce` in a custom train step; "small auto 10" is the same step under "auto", relative
-to the scheme that it chose. An interrupted run resumes.
+to `grouped_allreduce` in a custom train step. "small auto 10" is the same step under "auto",
+relative to the scheme that it chose. An interrupted run resumes.
 """
 
 import itertools
