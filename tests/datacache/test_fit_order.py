@@ -162,8 +162,11 @@ def test_inconsistent_positions_are_refused(numbers):
         (plain, plain.take(3), None, r"another iteration over the data after 3 of 6 steps"),
     ):
         position = keras_callbacks.CachePosition(cache, named)
-        # Wait until the prefetching pipeline has started, before the next epoch of `fit`.
-        pause = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: time.sleep(0.2))
+        # Before the last step, wait until the pipeline has prefetched the first batch of the next
+        # iteration.
+        pause = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: time.sleep(0.5 if batch == 4 else 0.0)
+        )
         with pytest.raises(
             Exception,
             match=rf"CachePosition\(cache, data\) must .* within an epoch. Received: {received}",
