@@ -135,3 +135,28 @@ def test_batches_outside_of_fit_build_the_model(wire):
     _by_batches(model, *models.share(models.mlp.data(32), 8, wire.topology))
     assert np.isfinite(model.get_weights()[0]).all()
     same_on_all_ranks(model.get_weights(), wire)
+
+
+class _WithUnusedLayer(keras.Model):
+    """Model without a `call`, one of whose layers is never called and therefore never built."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.unused = keras.layers.Dense(models.CLASSES), keras.layers.Dense(3)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = models.LOSS(y, self.inner(x))
+        weights = self.inner.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def test_ranks_start_with_equal_weights_although_a_layer_is_never_built(wire):
+    keras.utils.set_random_seed(wire.topology.rank)
+    model = _WithUnusedLayer()
+    model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    _by_arrays(model, *models.mlp.data(16))
+    assert not model.unused.built
+    same_on_all_ranks(model.get_weights(), wire)

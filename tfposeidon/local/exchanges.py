@@ -15,45 +15,39 @@ import tensorflow as tf
 from tfposeidon import policies
 from tfposeidon.communication import runtime
 from tfposeidon.exchange.step import Step
-from tfposeidon.sample_counts import SampleCount
 
 _LEAST_SAMPLES = 1e-6
 """Weight of a rank without samples, positive but negligible compared with other weights."""
 
 
-def of_differences(
-    optimizer: Any,
-    policy: policies.Policy,
-    bucket_bytes: int | None,
-    sample_count: SampleCount | None,
-) -> Step:
+def of_differences(optimizer: Any) -> Step:
     """Returns the exchange of pseudo-gradients in a synchronization."""
     # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
     sgd = keras.optimizers.SGD(1.0)
     adding = SimpleNamespace(
         inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None, xla_functions=0
     )
-    return Step(adding, policy, bucket_bytes, sample_count, settings=optimizer.agreed_settings)
+    return _like(optimizer, adding, optimizer.policy)
 
 
-def of_gradients_in_node(
-    optimizer: Any, bucket_bytes: int | None, sample_count: SampleCount | None
-) -> Step:
+def of_gradients_in_node(optimizer: Any) -> Step:
     """Returns the exchange of gradients among the ranks of a node."""
-    policy, differences = policies.parse("allreduce"), optimizer.exchange
-    node = Step(
-        optimizer,
-        policy,
-        bucket_bytes,
-        sample_count,
-        runtime.node_wire,
-        # Use no numbered prefix, because nodes of one rank exchange nothing and count differently.
-        prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
-        settings=optimizer.agreed_settings,
-    )
+    differences = optimizer.exchange
+    # Use no numbered prefix, because nodes of one rank exchange nothing and count differently.
+    ways = {
+        "wire": runtime.node_wire,
+        "prefix": lambda: f"{differences.exchangers[-1].prefix}.node",
+    }
+    node = _like(optimizer, optimizer, policies.parse("allreduce"), **ways)
     # Share the number of absent ranks, because the exchange within the node detects them first.
     node.absence = differences.absence
     return node
+
+
+def _like(optimizer: Any, updating: Any, policy: policies.Policy, **ways: Any) -> Step:
+    own = optimizer.exchange
+    counts, settings = own.batch.function, optimizer.agreed_settings
+    return Step(updating, policy, own.plans.bucket_bytes, counts, settings=settings, **ways)
 
 
 def update_in_node(

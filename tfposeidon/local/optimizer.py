@@ -125,10 +125,10 @@ class LocalUpdates(CommunicatingOptimizer):
         self._outer = outer_optimizers.parse(outer_optimizer)
         # Read settings now, because an optimizer cannot evaluate its rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
-        self._exchange = exchanges.of_differences(self, policy, bucket_bytes, sample_count)
+        self._exchange = exchanges.of_differences(self)
         self._node: Step | None = None
         if hierarchical:
-            self._node = exchanges.of_gradients_in_node(self, bucket_bytes, sample_count)
+            self._node = exchanges.of_gradients_in_node(self)
         self._synchronization: Synchronization | None = None
         self._showing = Showing(lambda: self._synchronization)
         self._model: Callable[[], Any] = lambda: None

@@ -161,11 +161,13 @@ def replicated_variables(model: keras.Model) -> list[Any]:
 
 
 def has_weights(model: keras.Model) -> bool:
-    """Returns whether the model, or all of its layers, are built."""
+    """Returns whether the weights that steps train exist."""
     # Models without a `call` of their own, such as GANs, are never built, although their layers
     # are. A layer that inherits Keras's trainer without being a model has no `layers`.
     layers = getattr(model, "layers", ())
-    return model.built or (bool(layers) and all(layer.built for layer in layers))
+    is_built = model.built or (bool(layers) and all(layer.built for layer in layers))
+    # Layers that no step calls are never built. A step builds the optimizers.
+    return is_built or any(optimizer.built for optimizer in optimizers(model))
 
 
 def broadcast_state(
