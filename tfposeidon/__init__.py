@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Import the names for type checkers and editors, which cannot resolve names of `__getattr__`.
+# Import the names for type checkers and editors, which do not evaluate `__getattr__`.
 if TYPE_CHECKING:
     from tfposeidon import local, ops, optimizers, policies, sample_counts, schemes, state
     from tfposeidon.collectives import all_gather, all_reduce, barrier, broadcast_variables

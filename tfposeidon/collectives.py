@@ -1,4 +1,4 @@
-"""Provides collectives for scripts, which custom training loops use besides the optimizer."""
+"""Provides collectives that scripts and custom training loops call directly."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _OF_CONTROL_FLOW = (
     func_graphs.WhileCondFuncGraph,
     func_graphs.WhileBodyFuncGraph,
 )
-# Horovod sums these dtypes. Tensors of other dtypes are cast to the dtypes in `_WIDER`, and complex
-# tensors are sent as pairs of real ones.
+# Horovod sums these dtypes. Tensors of the dtypes in `_WIDER` are cast first, and complex tensors
+# are sent as pairs of real ones.
 _ADDED = ("float16", "float32", "float64", "int32", "int64")
 _WIDER = {
     # A sum of float16 values may overflow although their mean does not.
@@ -43,19 +43,20 @@ _WIDER = {
 
 @tf.autograph.experimental.do_not_convert
 def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
-    """Copies variables of one rank to all, such as weights and optimizer state before training.
+    """Copies variables, such as initial weights and optimizer state, from one rank to all others.
 
     All ranks must call this function together, outside of any `tf.function`.
 
     Args:
-      variables: Keras or TensorFlow variables of any dtype, including strings, or a structure of
-        them (lists, tuples, dictionaries), the same and in the same order on every rank.
+      variables: Keras or TensorFlow variable of any dtype, including strings, or a structure of
+        such variables (lists, tuples, dictionaries), in the same order on every rank.
       root_rank: Rank whose values all ranks receive (default 0).
 
     Raises:
       ValueError: If `root_rank` is not a rank of the job, if the call is in a `tf.function`, or if
         an element is not a variable.
-      RuntimeError: On all ranks, if their variables differ; the message names the first difference.
+      RuntimeError: On all ranks, if paths, shapes or dtypes of variables differ; the message names
+        the first difference.
 
     Example:
       >>> import keras, tfposeidon as tp
@@ -86,7 +87,7 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
-    """Computes the mean or the sum over all ranks of a tensor, or of each tensor of a structure.
+    """Computes the mean or sum of a tensor, or of each tensor of a structure, over all ranks.
 
     All ranks must call this function in the same order, eagerly or in a `tf.function`. In a
     `tf.function`, the result must be used, because TensorFlow prunes unused ops. TensorFlow may run
@@ -235,7 +236,7 @@ def _on_each(
     collective: Callable[[tf.Tensor, Wire, str], tf.Tensor],
     describe: Callable[[tf.Tensor], Any],
 ) -> Any:
-    """Applies a collective to each tensor of a structure; structures of all ranks must be equal."""
+    """Applies a collective to each tensor of a structure, which must be the same on all ranks."""
     wire, refusal = runtime.wire(), None
     given: dict[str, Any] = {}
     tensors: Any = None

@@ -108,7 +108,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
 
     @property
     def plan(self) -> Plan:
-        """Plan of the exchange: the scheme of each variable, with its cost and the reason.
+        """Plan of the exchange: scheme of each variable, its cost, and the reason for its choice.
 
         `print(optimizer.plan)` shows the plan as a table. After the first step, it is the plan of
         the last step.
@@ -301,7 +301,7 @@ def check_built(optimizer: Any) -> None:
 
 
 def build_inner(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Builds an inner optimizer for exchanged weights, which must be floating point."""
+    """Builds an inner optimizer for variables, all of which must be floating point."""
     for variable in variables:
         describe(variable)
     if not optimizer.built:
@@ -360,7 +360,7 @@ def check_no_more_arguments(
 
 
 def _check_inner(owner: str, inner: Any) -> None:
-    """Refuses inner optimizers that are not Keras optimizers, are wrapped, or are loss scales."""
+    """Refuses inner optimizers that communicate, are loss scales, or are not Keras optimizers."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "

@@ -1,9 +1,9 @@
 """Describes gradients, converts them, and accumulates them over calls.
 
 A `Description` has all properties of a gradient that are known before any step runs. A
-`GradientReader` finds structures of gradients in the graph, which only the schemes and policies
-with this reader interpret. Accumulation works like Keras's `gradient_accumulation_steps`, but with
-a weight per call and one exchange per update.
+`GradientReader` finds structures of gradients in the graph, and only schemes and policies with this
+reader interpret these structures. Accumulation works like Keras's `gradient_accumulation_steps`,
+but with a weight per call and one exchange per update.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Structure(Protocol):
         """True if the size is known."""
 
     def sized(self, size: float | None) -> Structure:
-        """Returns the structure with a size, which is the mean over ranks; `None` for unknown."""
+        """Returns the structure with a size, the mean over ranks; `None` means unknown."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ class GradientReader(Protocol):
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns, for JSON, each gradient's structure on this rank, or the reason for none."""
+        """Returns each gradient's structure on this rank, or why it has none, as JSON values."""
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]
     ) -> list[Description]:
-        """Adds to descriptions the structure that all ranks found, or the reason for none."""
+        """Adds to each description the structure that all ranks found, or why there is none."""
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error text if a scheme needs a structure that no gradient has, or `""`."""
+        """Returns the error text if no gradient has the structure that a scheme needs, or `""`."""
 
     def take(
         self,
@@ -104,7 +104,7 @@ class GradientReader(Protocol):
         structured: Mapping[int, Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns the gradients to exchange, some as structures, which have `tensors`."""
+        """Returns the gradients to exchange, those in `structured` as objects with `tensors`."""
 
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
@@ -136,7 +136,7 @@ def path_of(variable: Any) -> str:
 
 
 def of_tensorflow(variable: Any) -> tf.Variable:
-    """Returns the TensorFlow variable inside a Keras variable: optimizers treat both alike."""
+    """Returns the TensorFlow variable of a Keras variable, or a TensorFlow variable unchanged."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -208,7 +208,7 @@ def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
 
 
 def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Lists the tensors of a gradient: a dense tensor, values of rows, or those of a structure."""
+    """Lists a gradient's tensors: the dense tensor, values of rows, or tensors of a structure."""
     if gradient is None:
         return []
     if isinstance(gradient, tf.IndexedSlices):
@@ -289,11 +289,11 @@ class Accumulation:
         scale: Any = 1.0,
         counter: Any = None,
     ) -> None:
-        """Adds gradients; a due call passes averages, total weight and call count to `update`.
+        """Adds gradients; if an update is due, runs `update` with averages, weight and call count.
 
-        Other calls run `wait`. `weight` is this rank's scalar weight, or `None` if all ranks have
-        the same. `scale` is the loss scale of the gradients. `counter` is a variable that changes
-        unless the call is skipped; `None` if no call is skipped.
+        Otherwise runs `wait`. `weight` is this rank's scalar weight, or `None` if all ranks have
+        equal weights. `scale` is the loss scale of the gradients. `counter` is a variable that
+        changes unless the call is skipped; `None` if no call is skipped.
         """
         own = tf.cast(1.0 if weight is None else weight, tf.float32)
         pairs = zip(indices, gradients, strict=True)

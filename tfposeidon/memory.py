@@ -20,8 +20,8 @@ FILES = {
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     "cgroup2": ("memory.max", "memory.current", ""),
 }
-"""By file system (of versions 1 and 2 of cgroups): the names of the files with limit and
-use, and the prefix of the statistics that include child cgroups, as the use does."""
+"""By file system (cgroups of version 1 or 2): the names of the files with limit and usage, and the
+prefix of statistics that include child cgroups, because the usage includes them, too."""
 
 
 class _Mount(NamedTuple):
@@ -96,7 +96,7 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _first_numbers(path: Path) -> dict[str, int]:
-    """Returns the number in each line, by the word before it."""
+    """Returns the first number of each line, by the word before it."""
     return {
         name: int(number) for name, number in re.findall(r"^(\S+)\s+(\d+)", path.read_text(), re.M)
     }

@@ -32,7 +32,7 @@ def top_k(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Selects the `k` elements of largest magnitude.
 
-    NaN and infinity count as larger than all numbers, so that they are never hidden.
+    NaN and infinity count as larger than all numbers, so that they are selected first.
 
     Args:
       x: Values, `[n]` floating point. Magnitudes are compared in float32.
@@ -40,8 +40,8 @@ def top_k(
       method: `"exact"`: the largest elements, ties to the lowest index, as in `tf.math.top_k`.
         `"mstopk"` (default): Algorithm 1 of Shi et al. 2021: all elements above an upper threshold,
         and a random window of the elements between it and a lower threshold. `"dgc"`: double
-        sampling of Lin et al. 2018, with the threshold lowered until it selects `k` elements; the
-        result equals the result of `"exact"`.
+        sampling of Lin et al. 2018, with the threshold lowered until `k` elements or more are above
+        it; the result equals the result of `"exact"`.
       steps: Number of steps of MSTopK's search (its N), at least 0 (default 30).
       seed: Seed of MSTopK's window, an integer or a scalar integer tensor (default 0). The same
         seed gives the same output.
@@ -55,7 +55,7 @@ def top_k(
         least 0, or `k` or `seed` does not have an integer dtype.
       InvalidArgumentError: If `x` is not a vector, or `k` is outside 0..n.
 
-    Cost: one pass over `x`, for each method.
+    Cost: one pass over `x`; more if a sampled threshold was too high.
     Source: Shi et al. 2021 (CommLib), section 3.1. Differs: if, because of ties, no threshold has 1
     to k elements above it, the window covers all elements not below the lower threshold; input that
     is not finite is selected as by `"exact"`; elements are ordered by index.
@@ -82,7 +82,7 @@ def error_feedback_top_k(
     steps: int = 30,
     seed: Any = 0,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Selects from `residual + gradient`; elements that are not selected are the new residual.
+    """Selects from `residual + gradient`; elements that are not selected become the residual.
 
     `scatter(values) + new_residual = residual + gradient`, with values rounded to `wire_dtype`.
 
@@ -104,7 +104,7 @@ def error_feedback_top_k(
       ValueError: As in `top_k`, and if a vector is not float32.
       InvalidArgumentError: As in `top_k`, and if lengths differ.
 
-    Cost: one pass over memory: `residual` and `gradient` are read, `new_residual` is written.
+    Cost: as for `top_k`; `residual` and `gradient` are read, `new_residual` is written.
 
     >>> import tensorflow as tf, tfposeidon as tp
     >>> values, indices, residual = tp.ops.error_feedback_top_k(
@@ -270,8 +270,8 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
 
     Returns:
       `[len(tensors)]` float32: 0 for a tensor without elements, NaN for a tensor with a NaN.
-      Squares are summed in 64 bits, so that none overflows or underflows, in an order that does not
-      depend on the machine.
+      Squares are summed in float64, so that none overflows or underflows, and in an order that does
+      not depend on the machine.
 
     Raises:
       ValueError: If there is no tensor, or a tensor has another dtype.

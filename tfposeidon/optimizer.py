@@ -65,8 +65,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         own train step; exchange and update run outside. `None` (default) is 1 with
         `compile(jit_compile=True)`, else XLA is off if there are several ranks or schemes with
         state. Gradients of a segment are exchanged when its backward pass ends, so 1 hides no
-        communication. More than 1 requires a functional or `Sequential` model, or one as a layer,
-        of which only the layers are compiled, about equally many in each segment.
+        communication. More than 1 requires a functional or `Sequential` model, alone or as a layer
+        of another model. XLA then compiles only its layers, about equally many in each segment.
       name: Name of the optimizer (default `"distributed_optimizer"`).
       **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
         the error names the replacement.
@@ -200,7 +200,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         )
 
         def wait() -> None:
-            # If gradients are not finite on one rank, all ranks skip the call.
+            # If the gradients of one rank are not finite, all ranks skip the call.
             value = 0.0 if finite is None else tf.where(finite, 0.0, float("nan"))
             apply = functools.partial(self._apply_to_all, variables, value)
             if everybody is None:
@@ -249,7 +249,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         return means
 
     def _update(self, means: Means, variables: list[Any]) -> None:
-        # The inner optimizer clips averaged gradients, by norms over the batches of all ranks, as
+        # The inner optimizer clips averaged gradients, by norms of the global batch's gradients, as
         # in one process.
         means.update(lambda found: self.updater.apply(found, variables))
 

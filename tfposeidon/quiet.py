@@ -40,7 +40,7 @@ def import_tensorflow() -> None:
 
 @contextlib.contextmanager
 def _without_startup_messages() -> Iterator[None]:
-    """Passes standard error, also of native code, through a process that filters it."""
+    """Passes standard error, including the output of native code, through a filter process."""
     # Use a process, not a thread, so that the last output of native code that aborts (TensorFlow on
     # a CPU without AVX) still arrives. Start a new session, so that a keyboard interrupt does not
     # end the filter before this process.

@@ -1,4 +1,4 @@
-"""Functions that count a batch: the count is the weight of this rank's gradients.
+"""Functions that count samples or tokens of a batch, to weight this rank's gradients.
 
 By default, `fit` assumes that a loss is a mean over the samples of the batch, and weights ranks by
 their `batch_size`. For other losses, pass another function from this module. A custom function
@@ -57,8 +57,8 @@ def batch_size(data: Any) -> Any:
       data: Batch, the argument of a train step.
 
     Returns:
-      Length of the first axis of the first tensor that has one, including ragged and sparse
-      tensors, a scalar int32; `None` if there is none.
+      Scalar int32: length of the first axis of the first dense, ragged or sparse tensor that has
+      an axis; `None` if there is no such tensor.
 
     >>> import tensorflow as tf
     >>> int(batch_size((tf.zeros([32, 784]), tf.zeros([32]))))

@@ -1,4 +1,4 @@
-"""Stops training on all ranks once one rank stops, and compares settings and values of ranks."""
+"""Stops training on all ranks once one rank stops, and compares settings and state of ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class AgreedStop(keras.callbacks.Callback):
     wait for this rank. It is not deferred if ranks exchange in each step and detect absent ranks.
 
     `is_over` returns whether the epoch has ended on another rank. Ranks compare settings before the
-    first epoch and after each epoch, and values before each epoch, after the first step and at the
-    end of `fit`. A model's first `fit` starts with the values of one rank instead of a comparison.
+    first epoch and after each epoch. They compare replicated values, such as weights, before each
+    epoch, after the first step and at the end of `fit`; a model's first `fit` broadcasts them.
     """
 
     def __init__(self, is_over: Callable[[], bool], synchronizes_model: bool) -> None:
@@ -79,7 +79,7 @@ class AgreedStop(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         begins = self._weights is None
         if begins:
-            # Compare the epoch: after a restore of one rank, ranks start at different epochs.
+            # Compare the epoch: after a restore on one rank alone, ranks start at different epochs.
             settings = _settings(self.model, epoch)
             # Leave variables to the comparison of values, which names the first difference.
             del settings["trainable variables"]
@@ -120,7 +120,7 @@ def _settings(model: keras.Model, epoch: int) -> dict[str, Any]:
     """Returns the settings that must be equal on all ranks, by name, as values for JSON."""
     settings: dict[str, Any] = {
         "epoch": epoch,
-        # Compare names, not paths: Keras numbers layers in paths (`dense_1`), and ranks may differ.
+        # Compare names, not paths: layer numbers in paths (`dense_1`) may differ between ranks.
         "trainable variables": [f"{v.name} {tuple(v.shape)}" for v in model.trainable_variables],
     }
     for number, optimizer in enumerate(session.optimizers_of(model)):

@@ -3,7 +3,7 @@
 Checkpoints, broadcasts and comparisons read this one list, so that they cover the same state.
 
 Layers also hold state outside of variables: preprocessing layers adapt to data before training,
-usually each rank to its own shard. The result (statistics, bins, vocabularies) is in tensors,
+usually on each rank to the rank's shard. The result (statistics, bins, vocabularies) is in tensors,
 lists, tables and files, which `model.variables` does not include.
 """
 
@@ -64,7 +64,7 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def entries(model: Any) -> list[StateEntry]:
-    """Returns all state of a model except the state from `parts`, in one order on all ranks."""
+    """Returns all state of a model except the state from `parts`, in equal order on all ranks."""
     replicated = list(model.trainable_variables)
     for held in held_optimizers(model):
         optimizer = session.without_loss_scale(held)
@@ -166,7 +166,7 @@ def has_weights(model: keras.Model) -> bool:
     # are. A layer that inherits Keras's trainer without being a model has no `layers`.
     layers = getattr(model, "layers", ())
     is_built = model.built or (bool(layers) and all(layer.built for layer in layers))
-    # Layers that no step calls are never built. A step builds the optimizers.
+    # Layers that no step calls are never built, but a step has built the optimizers.
     return is_built or any(optimizer.built for optimizer in optimizers(model))
 
 
@@ -261,7 +261,7 @@ def _outside_variables(model: keras.Model) -> list[StateEntry]:
 
 
 def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
-    """Returns the state of layers outside of variables that has one of these placements."""
+    """Returns layer state that is outside of variables and has one of these placements."""
     return {
         f"{entry.name}.{name}": value
         for entry in _outside_variables(model)
@@ -292,7 +292,7 @@ def assign_layers(model: keras.Model, state: LayerState) -> None:
 
 
 def broadcast_layers(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Copies one rank's layer state outside of variables to all; if one fails, all ranks raise."""
+    """Copies one rank's layer state outside of variables to all; if one rank fails, all raise."""
     if wire.topology.size == 1:
         return
     stream = io.BytesIO()

@@ -69,12 +69,12 @@ def has_batch_hooks(callback: Any) -> bool:
 class EqualSteps(keras.callbacks.Callback):
     """Keras callback that ends each epoch on all ranks once one rank has no more batches.
 
-    If all ranks know their number of batches, and these are equal or executions have one step, they
-    agree on the minimum once, at no cost per step. If some ranks have one batch more, the others
-    take part in the last step without samples. If numbers are unknown, or if a callback may stop
-    within an epoch, a rank that has finished joins the other ranks' next step with zeros, which
-    ends the epoch on all ranks. Ranks that train local weights do not exchange in each step, so
-    `AgreedStop` defers a stop to the end of the epoch. `others` are the callbacks that follow.
+    If all ranks know their number of batches, and numbers are equal or executions have one step,
+    ranks agree on the minimum once, at no cost per step. If some ranks have one batch more, the
+    others take part in the last step without samples. If numbers are unknown, or if a callback may
+    stop within an epoch, a rank that has finished joins the other ranks' next step with zeros,
+    which ends the epoch on all ranks. Ranks that train local weights do not exchange in each step,
+    so `AgreedStop` defers a stop to the end of the epoch. `others` are the callbacks that follow.
     """
 
     def __init__(self, may_stop: bool, rows: int | None, synchronizes: bool) -> None:
@@ -114,7 +114,7 @@ class EqualSteps(keras.callbacks.Callback):
 
     def _agree_on_limit(self, steps: list[Any], can_add: bool) -> None:
         limit, equal = None if None in steps else min(steps), len(set(steps)) == 1
-        # The numbers of batches of shares that `tp.shard` makes of arrays differ by at most one.
+        # The shards that `tp.shard` makes of arrays differ by at most one batch.
         self._adds_step = can_add and limit is not None and max(steps) == limit + 1
         # Keras shares this dictionary among callbacks. Learning rates that depend on the fraction
         # of an epoch are equal on all ranks only if the number of steps is equal.
@@ -169,7 +169,7 @@ class EqualSteps(keras.callbacks.Callback):
         self._join_others()
         own = [has_trained, self._steps]
         ranks = exchange_objects(own, runtime.wire(), "tp.last_execution")
-        # Ranks that train local weights decide independently whether callbacks count it.
+        # Each rank that trains local weights decides alone whether callbacks count the execution.
         if not self._session.is_in_step:
             return has_trained
         self._undo_dropped_steps([steps for _, steps in ranks])
@@ -197,11 +197,11 @@ class EqualSteps(keras.callbacks.Callback):
                 one.abandon_update()
 
     def _undo_dropped_steps(self, steps: list[int]) -> None:
-        """Restores variables that train steps of dropped updates changed, such as counters."""
+        """Restores variables, such as counters, that train steps with dropped updates changed."""
         have_dropped = len(set(steps)) > 1
         if not (have_dropped and self._synchronizes and entries.has_weights(self.model)):
             return
-        # `of_train_step` omits variables of optimizers, for whose differences `AgreedStop` raises.
+        # `of_train_step` omits variables of optimizers: if these differ, `AgreedStop` raises.
         values, wire = entries.of_train_step(self.model), runtime.wire()
         sums = exchange_objects(replicas.checksum(values), wire, "tp.dropped_steps")
         if len(set(sums)) > 1:
@@ -215,7 +215,7 @@ class EqualSteps(keras.callbacks.Callback):
         if own.was_skipped:
             own.skip(iter([None]))
         else:
-            # Trace the step again after the train step, which may have another plan.
+            # After a new train function, trace this step again, because the plan may have changed.
             if self._without_samples[0] is not self.model.train_function:
                 self._without_samples = self.model.train_function, _without_samples(self.model)
             self._without_samples[1]()

@@ -4,7 +4,7 @@ A script that does not shard its data trains all ranks on the same samples witho
 module compares a few samples of each rank, and warns of equal data before the first step.
 
 Unchanged Keras scripts give every rank the same paths. If callbacks of several ranks write to the
-same path, only the lowest rank retains its callback, and broadcasts the state that
+same path, only the lowest of these ranks retains its callback, and broadcasts the state that
 `BackupAndRestore` restores.
 """
 
@@ -49,7 +49,7 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
     if session.of(model).has_begun:
         return
     found: list[Any] = []
-    # Read the first batch outside of `try`: a generator that raised an error would be exhausted.
+    # Read the first batch outside of `try`: after an error, the generator has no more batches.
     batch = first_batch(arguments)
     try:
         found.extend(_read(arguments, batch))
@@ -90,7 +90,7 @@ def first_batch(arguments: dict[str, Any]) -> tuple[Any, Any, Any] | None:
 
 
 def _read(arguments: dict[str, Any], batch: Any) -> Iterator[int | list[Any] | None]:
-    """Yields the batch size, and the number of samples with checksums of some of them.
+    """Yields the batch size, and the number of samples or batches with checksums of samples.
 
     Each of the two is `None` if it is unknown, such as the samples of a dataset that calls Python.
     """
@@ -129,7 +129,7 @@ def _checksum(value: Any) -> int:
 
 
 def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
-    """Returns the number of samples before the first shuffle or batch, and checksums of the first.
+    """Returns number of samples, and checksums of the first, before the first shuffle or batch.
 
     Returns `None` if the dataset has a `shard` step or calls Python.
     """

@@ -50,7 +50,7 @@ def samples_seen(model: keras.Model) -> float | None:
 
 
 class GlobalMetrics(keras.callbacks.Callback):
-    """Keras callback that replaces an epoch's logs by the metrics of all ranks' samples."""
+    """Keras callback that replaces an epoch's logs with metrics over the samples of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def _with_results_of_all(
 
 
 def _totals(phases: list[_Phase], wire: Wire) -> dict[str, list[np.ndarray]]:
-    """Returns the variables of metrics, each aggregated by its `aggregation`; collective."""
+    """Returns metrics' variables, each aggregated over ranks by its `aggregation`; collective."""
     layouts = _agree_on_layouts(phases, wire)
     values = {key: value for phase in phases for key, value in phase.values.items()}
     # The vector must not be empty, even if no metric has variables.

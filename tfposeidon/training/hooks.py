@@ -22,7 +22,7 @@ class FitHooks:
       first: Callbacks that run before the user's callbacks.
       last: Callbacks that run after the user's callbacks.
       around: Returns a context for the whole `fit`.
-      begin_step: Is called before each execution of the train function, also by `train_on_batch`.
+      begin_step: Is called before each execution of the train function, in `train_on_batch`, too.
       end_step: Is called after each such execution with its number of steps.
       join_hooks: Returns the exchanges of a step, which a rank with exhausted input joins.
       abandon_update: Is called on all ranks when an epoch may end within an accumulated update.

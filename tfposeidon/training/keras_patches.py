@@ -12,7 +12,7 @@ Keras looks these methods up after the optimizer is constructed, even in
   and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
-Two more methods of `keras.Model` record whether the user or Keras chose to use XLA. In
+Two more methods of `keras.Model` record whether the user or Keras chose `jit_compile`. In
 `LossScaleOptimizer.apply`, a loss scale around a communicating optimizer averages gradients before
 it checks and unscales them.
 """
@@ -126,7 +126,7 @@ def _prepare_train_step(model: Any, functions: int) -> None:
     for optimizer in session.optimizers_of(model) if runtime.size() > 1 else ():
         optimizer.exchange.batch.build()
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
-    # Use a clone of a `tf.function`: its cached traces do not include the context below.
+    # Clone a `tf.function`, because its cached traces do not include the context below.
     step = own._clone(None) if isinstance(own, tf.types.experimental.PolymorphicFunction) else own
     step = xla.compiled(model, step, functions) if functions else step
 

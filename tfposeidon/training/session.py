@@ -237,7 +237,7 @@ class Session:
         return self.batches_to_skip > 0
 
     def skip(self, iterator: Any) -> Any:
-        """Drops the batches of one execution; returns the logs of the last one."""
+        """Drops the batches of one execution; returns the snapshot's metrics if it is the last."""
         steps = self.model.steps_per_execution
         dropped = sum(1 for _ in itertools.islice(iterator, steps))
         # The last execution of an epoch may be shorter.
@@ -372,7 +372,7 @@ class Session:
 class TrainFunction:
     """Train function that calls the hooks of a model's optimizers around each execution.
 
-    Keras has no hook between reading a batch and training on it, so this function does two more
+    Keras has no hook between reading a batch and training on it, so this function has two more
     tasks. It drops the batches that precede a resumed step. It also retraces the step for the first
     batch after a `fit` in which ranks weighted their batches equally, because batches outside of
     `fit` may differ in size.

@@ -1,8 +1,8 @@
-"""Compiles the gradients of Keras's own train step with XLA, and leaves the exchange outside.
+"""Compiles the gradients of Keras's own train step with XLA, and not their exchange.
 
-XLA can compile neither collectives nor top-k selection. A step that is compiled as one function has
-all gradients at its end, so that its communication is exposed. Several functions, each for a part
-of the layers, return the gradients of their part when its backward pass ends.
+XLA can compile neither collectives nor top-k selection. A step that is compiled as one function
+returns all gradients at its end, so that its communication is exposed. Several functions, each for
+a part of the layers, return the gradients of this part when its backward pass ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AUTO = "_tfposeidon_has_auto_xla"
 
 
 def noting_compile(original: Any) -> Any:
-    """Wraps `compile`, to record whether the user or Keras chooses to use XLA."""
+    """Wraps `compile`, to record whether the user or Keras chooses the value of `jit_compile`."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -41,7 +41,7 @@ def noting_compile(original: Any) -> Any:
 
 
 def noting_auto(original: Any) -> Any:
-    """Wraps the method in which Keras chooses, because the first `compile` may not be wrapped."""
+    """Wraps Keras's choice of `jit_compile`, because the first `compile` may not be wrapped."""
 
     # In `model.compile(tp.DistributedOptimizer(...))`, Python looks `compile` up before it calls
     # the constructor that wraps `compile`.
@@ -56,17 +56,17 @@ def noting_auto(original: Any) -> Any:
 
 
 def _has_user_chosen(model: Any) -> bool:
-    """Returns whether the user, and not Keras, chose to use XLA."""
+    """Returns whether the user, and not Keras, chose the value of `jit_compile`."""
     config = getattr(model, "_compile_config", None)
     is_auto = getattr(model, _AUTO, None)
     if is_auto is None:
         # Without a record, a `compile` with a communicating optimizer had an explicit value. Any
-        # other one began before there was such an optimizer, and Keras chooses XLA only on GPUs.
+        # other call began before such an optimizer existed, and Keras chooses XLA only on GPUs.
         compiled = session.without_loss_scale(config and config.config["optimizer"])
         has_gpu = bool(tf.config.list_physical_devices("GPU"))
         is_auto = has_gpu and not session.is_distributed(compiled)
     if is_auto and config is not None:
-        # Keras saves the value that it chose, which would be the user's once the model is loaded.
+        # Keras saves the value that it chose, which would count as the user's in a loaded model.
         config.config["jit_compile"] = "auto"
     return not is_auto
 
@@ -149,7 +149,7 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
 
 @contextlib.contextmanager
 def _segments(model: Any, count: int) -> Iterator[None]:
-    """Runs a graph of layers in a model as `count` functions within this context."""
+    """Runs a model's graph of layers as `count` compiled functions within this context."""
     layers = (getattr(one, "_functional", one) for one in model._flatten_layers())
     graphs: list[Any] = [one for one in layers if isinstance(one, keras.Function)]
     # An inner model with more layers, such as a frozen one, may have no gradients.
@@ -195,7 +195,7 @@ def _loops(layer: Any) -> bool:
 def _cut(graph: Any, count: int) -> list[Any]:
     """Returns `keras.Function` objects that compute the graph one after another.
 
-    Each has about equally many operations. Its outputs are the tensors that later ones need.
+    All have about equally many operations. Outputs are the tensors that later functions need.
     """
     by_depth = graph._nodes_by_depth
     ordered = (node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth])
@@ -240,7 +240,7 @@ def _masks(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _with_masks(tensors: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
-    """Sets the masks of tensors, which functions do not return."""
+    """Sets the masks of tensors, because a `tf.function` does not return these attributes."""
     for tensor, mask in zip(tensors, masks, strict=True):
         if mask is not None:
             tensor._keras_mask = mask
