@@ -70,7 +70,7 @@ def readable_rate(bits_per_s: float | None) -> str:
 
 
 def _scaled(value: float) -> tuple[float, str]:
-    """Returns a value divided by the largest prefix up to G that it reaches, and the prefix."""
+    """Returns a value scaled to the largest prefix, up to G, that it reaches, and the prefix."""
     for prefix, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             return value / factor, prefix

@@ -1,7 +1,7 @@
 """Chooses communication plans by the times of the first training steps.
 
 All ranks time a few steps, and then trace the step again with other plans if the predicted savings
-exceed the time that the trace takes.
+exceed a multiple of the time for tracing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ LEAST_TRACE_S = 0.5
 
 
 class Measured(NamedTuple):
-    """Mean times of the timed steps from the end of an exchange, for one list of variables.
+    """Mean times of timed steps, from the end of the previous exchange, for a list of variables.
 
-    `first_s` and `compute_s` end with the first and the last gradient, `step_s` with the next
-    exchange. `sizes` has the size of each gradient's structure on a rank, 0 for dense gradients.
+    `first_s` and `compute_s` end with the first and the last gradient, `step_s` with the exchange
+    of the step. `sizes` has the size of each gradient's structure on a rank, 0 for dense gradients.
     """
 
     first_s: float
@@ -118,8 +118,8 @@ class ChoosePlan(keras.callbacks.Callback):
     """Chooses tunable plans once, from measured times of the forward and backward pass.
 
     All ranks choose after the same batch. Before a plan changes, one step sends the residuals. If
-    epochs may end early, plans change only between epochs, and the expected last step of an epoch,
-    by the length of the previous one, sends the residuals. On GPUs, ops are queued and cannot be
+    epochs may end early, plans change only between epochs, and the step that would end an epoch as
+    long as the previous one sends the residuals. On GPUs, ops are queued and cannot be
     timed, so the first plan is retained.
     """
 
@@ -187,7 +187,7 @@ class ChoosePlan(keras.callbacks.Callback):
             self._continue()
 
     def _watch(self) -> None:
-        """Starts timing steps if plans can change by their times."""
+        """Starts timing steps if measured times can change plans."""
         tunable = [one for one in self._undecided if one.planner.is_tunable]
         on_gpu = bool(tf.config.list_physical_devices("GPU"))
         own = [len(tunable), on_gpu, runtime.network_profile() is None]

@@ -38,7 +38,7 @@ class Prediction(Simulated):
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(Configured):
-    """Predicted step of a plan, with the alternatives and the data behind the prediction.
+    """Predicted step of a plan, with the alternatives and the input of the predictions.
 
     Attributes:
       chosen: Prediction for the plan.
@@ -64,7 +64,7 @@ class Forecast(Configured):
         return tuple(sorted(others, key=lambda one: one.step_s))
 
     def of_plan(self, plan: Plan) -> Prediction:
-        """Returns the prediction for a plan, or the default prediction if there is none."""
+        """Returns the prediction for a plan; without one, the prediction for the default plan."""
         names = [str(one.chosen) for one in forecasts_of(plan)]
         return next((one for one in self.predictions if str(one) in names), self.predictions[0])
 

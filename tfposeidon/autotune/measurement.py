@@ -30,15 +30,15 @@ from tfposeidon.exchange.observer import time_after
 from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
-"""Maximum number of rounds, number of rounds that may enlarge vectors, and minimum number of times
-from which the variation of a probe is estimated."""
+"""Maximum number of rounds, number of rounds that may enlarge vectors, and minimum number of
+measured times from which the variation of a probe is estimated."""
 BUDGET_S, LATEST_S = 1.2, 3.0
-"""Seconds after the first round until which further rounds start. The second limit applies while
-the variation of a probe is unknown, as on slow machines."""
+"""Time limits in seconds from the first round, for starting another round. The second limit applies
+while the variation of a probe is unknown, as on slow machines."""
 SHORT_ROUNDS = 4
 """Number of times that a round repeats short probes, whose times are shorter and vary more."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
-"""Elements of vectors that determine latencies; initial and maximum elements for bandwidths."""
+"""Length of vectors that determine latencies; initial and maximum length for bandwidths."""
 LONG_ENOUGH_S = 0.03
 """Minimum duration in seconds of a transfer that determines a bandwidth."""
 ELEMENTS, PAIRS, SIDE, ROWS = 2**20, (2**13, 2**17), 2048, 128
@@ -88,13 +88,13 @@ class Probe:
         return max(transfer.steps for transfer in self.transfers.values())
 
     def bytes_on(self, topology: Topology) -> tuple[float, bool]:
-        """Returns (busiest node's bytes to others, False) or (busiest rank's in its node, True)."""
+        """Returns bytes of the busiest node or rank, and whether all transfers are within nodes."""
         load = load_of(self.transfers, topology)
         return load.cross_bytes or load.node_bytes, not load.cross_bytes
 
 
 def probes_of(topology: Topology) -> list[Probe]:
-    """Returns probes for latencies, for bandwidths of nodes and a connection, and float16 sums."""
+    """Returns probes for latencies, bandwidths of nodes and of a connection, and float16 sums."""
     operations: tuple[Operation, ...] = ("all_reduce", "all_gather", "all_to_all")
     has_nodes, has_levels = len(topology.nodes) > 1, max(map(len, topology.nodes)) > 1
     found = [_probe(f"{one}.world", one, "world", topology, FEW_ELEMENTS) for one in operations]
@@ -313,7 +313,7 @@ def estimate_links(
 def _latencies(
     probes: Sequence[Probe], times: Mapping[str, float], topology: Topology
 ) -> tuple[float, dict[bool, float]]:
-    """Returns seconds per Horovod cycle, and per message within (`True`) and across nodes."""
+    """Returns seconds per Horovod cycle, and per message across (`False`) or within nodes."""
     stays = [probe.bytes_on(topology)[1] for probe in probes]
     kinds = sorted(set(stays))
     rows = [

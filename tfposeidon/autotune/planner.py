@@ -1,7 +1,7 @@
 """Implements the policy `auto`, and its planner, which predicts steps of any policy.
 
 The network profile is measured, passed by the user or read from a snapshot. The first plan of
-`auto` depends only on the profile, and the second also on computation times of measured steps.
+`auto` depends on the profile and possibly on timed trials, the second also on measured steps.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ class Auto(Tunable):
 
 @dataclass(frozen=True)
 class Considered(Policy):
-    """Candidate of `Auto`: one scheme, or a choice by batch rows between factors and it."""
+    """Candidate of `Auto`: a scheme, or a choice by batch rows between factors and this scheme."""
 
     scheme: Scheme
     structured: Policy | None = None

@@ -43,7 +43,7 @@ is more uncertain, and maximum number of these plans. Predicted exchanges have a
 LONGEST_TRIAL_S = 6.0
 """Maximum predicted seconds of a trial with three exchanges of each plan."""
 ROUNDS, BUDGET_S = 7, 2.0
-"""Maximum number of timed rounds, and seconds until which further rounds start."""
+"""Maximum number of timed rounds, and seconds after which no further round starts."""
 
 Trial = Callable[[Sequence[Plan]], Sequence[float]]
 """Function that returns the seconds of each plan's exchanges, the same on every rank."""
@@ -156,7 +156,7 @@ def _forecast(
     timeline: Timeline | None,
     trial: Trial | None,
 ) -> Forecast:
-    """Predicts all plans, corrects the predictions by a timed trial, and chooses one of them."""
+    """Predicts steps of all plans, corrects predictions by a timed trial, and chooses a plan."""
     predictions = _predicted(plans, links, timeline, {})
     if trial is not None and any(part.timed_trials for part in parts):
         slowdowns = _slowdowns(plans, predictions, links, trial)
@@ -195,7 +195,7 @@ def _predicted(
 def _slowdowns(
     plans: _Plans, predictions: Sequence[Prediction], links: NetworkProfile, trial: Trial
 ) -> dict[str, float]:
-    """Returns timed over predicted seconds of candidates, if the best predictions are close."""
+    """Returns the ratio of timed to predicted seconds, by candidate; empty without a trial."""
     best: dict[str, Prediction] = {}
     for one in sorted(predictions, key=_step_s):
         best.setdefault(one.name, one)
@@ -267,7 +267,7 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
 def _exchange_of(
     plan: Plan, wire: Wire, zeros: Zeros, prefix: str
 ) -> Callable[[tf.Tensor], list[tf.Tensor]]:
-    """Returns a graph function that exchanges artificial gradients with values from a vector."""
+    """Returns a graph function that fills artificial gradients from a vector and exchanges them."""
     exchanger, reader = Exchanger(plan, wire, zeros), plan.reader
     exchanger.prefix = prefix
 

@@ -53,7 +53,7 @@ class StageTime:
 
 
 class Load(NamedTuple):
-    """Maximum bytes in one direction of a node, a connection across nodes, a rank in its node."""
+    """Maximum bytes in one direction: of a node, a connection across nodes, a rank in its node."""
 
     cross_bytes: float
     flow_bytes: float

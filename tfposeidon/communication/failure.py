@@ -1,4 +1,4 @@
-"""Reports in the last lines of a failed job which rank failed first, and why.
+"""Reports in the last lines of a failed job's output which rank failed first, and why.
 
 One rank's failure makes the collectives of all others fail. A rank that fails writes the cause to
 the launcher's store, and ranks with a broken collective read it there before they exit. Without a
@@ -69,7 +69,7 @@ class Reporter:
         self.store = store if size > 1 else None
 
     def report(self, error: BaseException) -> None:
-        """Prints which rank failed first and why, and stores the cause if it was this rank."""
+        """Prints which rank failed first and why; stores the cause if this rank failed first."""
         self.failed = True
         if self.size == 1 or isinstance(error, KeyboardInterrupt):
             return
@@ -101,7 +101,7 @@ class Reporter:
         self._put(EXIT_STATUS.format(self.rank), "failed")
 
     def leave(self) -> None:
-        """Stores that this script has ended normally, for ranks that still wait for this rank."""
+        """Records that this script has ended normally, for ranks that still wait for this rank."""
         if not self.failed:
             self._put(EXIT_STATUS.format(self.rank), "ended")
 

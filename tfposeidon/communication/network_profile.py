@@ -1,4 +1,4 @@
-"""Describes the network of a job and the compute times of its ranks, to predict times of steps."""
+"""Describes the network of a job and the compute times of its ranks, to predict step times."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SERVED_TRANSPORT_TIMEOUT_S = 300.0
 """Default seconds that Gloo waits in jobs with a server, whose Horovod thread communicates with one
 worker at a time; a transfer of large weights over a slow network takes minutes."""
 DEFAULT_STALL_TIMEOUT_S = 300.0
-"""Default seconds that ranks wait for a late one; Horovod's default of 0 waits forever."""
+"""Default seconds that ranks wait for a late rank; Horovod's default of 0 waits forever."""
 LONGEST_STALL_WARNING_S = 60
 """Maximum seconds between Horovod's checks for late ranks."""
 LAYOUT_PATIENCE_S = 120.0
@@ -171,7 +171,7 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
 def set_limits(
     stall_timeout_s: float | None, transport_timeout_s: float | None, serves: bool = False
 ) -> None:
-    """Sets Horovod's environment variables for time limits, unless the user has set them."""
+    """Sets Horovod's time limits in the environment; defaults do not override set variables."""
     if transport_timeout_s is None and serves and launcher.TRANSPORT_LIMIT not in os.environ:
         transport_timeout_s = SERVED_TRANSPORT_TIMEOUT_S
     limits = {"stall_timeout_s": stall_timeout_s, "transport_timeout_s": transport_timeout_s}

@@ -85,7 +85,7 @@ class Topology:
           The topology from the perspective of `rank`.
 
         Raises:
-          ValueError: If `ranks_per_node` is not an integer from 1.
+          ValueError: If `ranks_per_node` is not a positive integer.
 
         >>> Topology.regular(0, 5, ranks_per_node=2).nodes
         ((0, 1), (2, 3), (4,))

@@ -3,7 +3,7 @@
 This is the only module that uses Horovod's collectives.
 
 Grappler optimizes Horovod's TensorFlow ops as if they were arithmetic: it folds a collective with a
-constant input, which then runs once or hangs, prunes a collective whose output is unused, and
+constant input (which then runs once or hangs), prunes a collective whose output is unused, and
 merges two equal collectives. Therefore no input may be a constant (see `zeros`), every output must
 be used, and each call has a unique name, the same on every rank. The parts of names are joined by
 dots, because Horovod removes the parts before a slash.
@@ -26,7 +26,7 @@ from tfposeidon.checks import require_equal
 from tfposeidon.communication.topology import Group, Topology
 
 _MORE_THAN_A_CONSTANT = 256
-"""Length of a vector that `tf.function` captures as an input; TensorFlow's limit is 128."""
+"""Length of a vector that `tf.function` captures as an input; constants have up to 128 elements."""
 _SAME_BITS = {
     "bfloat16": tf.uint16,
     "uint32": tf.int32,
@@ -189,7 +189,7 @@ class Zeros(dict[str, tf.Variable]):
 
 
 def zeros(shape: Sequence[int], zero: tf.Variable | tf.Tensor) -> tf.Tensor:
-    """Returns zeros in the dtype of `zero`, a scalar 0, which TensorFlow cannot fold."""
+    """Returns zeros that TensorFlow cannot fold, in the dtype of `zero`, a scalar 0."""
     return tf.broadcast_to(tf.convert_to_tensor(zero), shape)
 
 

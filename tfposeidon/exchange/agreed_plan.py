@@ -82,7 +82,7 @@ class Planner:
         """Discards step measurements, on which plans may depend: later steps will differ."""
 
     def to_dict(self, plans: Sequence[Plan]) -> dict[str, Any]:
-        """Returns the data on which the plans that are in use are based, for JSON."""
+        """Returns the data on which the current `plans` are based, for JSON."""
         return {}
 
     def resume(self, saved: dict[str, Any]) -> bool:
@@ -244,7 +244,7 @@ class AgreedPlans:
                 yield states.had_gradient, StateDescription(name="had_gradient", members=members)
 
     def of_last_step(self, exchanger: Exchanger) -> Plan:
-        """Returns a plan as of the last step that used it."""
+        """Returns an exchanger's plan as of the last step that used it."""
         with tf.init_scope():
             plan = sized(exchanger.plan, exchanger.sizes.numpy(), self.policy)
             return self.planner.of_last_step(plan, exchanger.observer)

@@ -102,7 +102,7 @@ class Exchanger:
         self.prefix = prefix
 
     def missing(self, gradients: Sequence[Any]) -> tuple[list[int], ...]:
-        """Groups indices without gradient by whether any rank had a gradient in the first step."""
+        """Groups variables without a gradient by whether any rank had one in the first step."""
         own = [index for index, gradient in enumerate(gradients) if gradient is None]
         were_present = self._present_at_first_step
         groups = [i for i in own if were_present[i]], [i for i in own if not were_present[i]]
@@ -133,7 +133,7 @@ class Exchanger:
         ranks = float(world.size)
         # Run on the CPU, because branching on a GPU tensor would wait for the GPU.
         with tf.device("/CPU:0"):
-            # Add a variable 0: a static batch size is a constant, and would be folded.
+            # Add a variable with value 0: a static batch size is a constant, and would be folded.
             unknown = self._zeros["float32"].read_value()
             has_gradient = [float(has_batch and gradient is not None) for gradient in gradients]
             flags = tf.constant([float(has_batch), *has_gradient]) + unknown
@@ -339,8 +339,8 @@ def _weighted(vector: tf.Tensor, weight: tf.Tensor | None, scheme: Scheme) -> tf
     if weight is None:
         return vector
     weight = weight if scheme.averages else tf.sign(weight)
-    # Skip the multiplication with equal batches, for which the weight is exactly 1: it would be
-    # another pass over the vector. Ignore gradients of empty batches: their mean is NaN.
+    # For equal batches, the weight is exactly 1: skip the multiplication, which would be another
+    # pass over the vector. Ignore gradients of empty batches: their mean is NaN.
     factor = tf.cast(weight, vector.dtype)
     return tf.cond(weight == 1.0, lambda: vector, lambda: tf.math.multiply_no_nan(vector, factor))
 

@@ -111,7 +111,7 @@ class Bucket:
         return replace(self, descriptions=known, choices=again or self.choices).fitted(topology)
 
     def fitted(self, topology: Topology) -> Bucket:
-        """Returns the bucket with its scheme replaced by the one that fits its structures."""
+        """Returns the bucket with its scheme replaced by a scheme that fits its structures."""
         if not self.structures:
             return self
         return replace(self, scheme=self.scheme.fitted(self.structures[0], topology))
@@ -129,7 +129,7 @@ class Forecast(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Scheme of each variable, with its bytes and reason. `print` it, or call `to_json()`.
+    """Scheme, bytes and reason for each variable. `print` the plan, or call `to_json()`.
 
     Attributes:
       buckets: Buckets in the order in which the backward pass completes their gradients.

@@ -107,7 +107,7 @@ def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
         return [received(*pair) for pair in enumerate(map(tf.convert_to_tensor, numbers))]
 
     # Run the broadcasts in a graph, in which they need not wait for one another. Use a concrete
-    # function, because TensorFlow warns about functions that are traced in each of many fits.
+    # function, because TensorFlow would warn about a function that every `fit` traces again.
     graph = tf.function(all_received, autograph=False).get_concrete_function()
     distance = (wire.topology.rank - root_rank) % wire.topology.size
     for variable, value in zip(numbers, graph(), strict=True):

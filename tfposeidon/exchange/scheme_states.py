@@ -1,7 +1,6 @@
 """Stores the state of a plan's schemes, such as residuals, between steps.
 
-Schemes are pure functions: from gradient and state, they return the averaged gradient and the new
-state.
+Schemes are pure functions: they map gradient and state to the averaged gradient and the new state.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def _variable(shape: Sequence[int], name: str) -> tf.Variable:
 
 def effective_rate(optimizer: Any) -> tf.Tensor:
     """Returns the change of weights for a gradient of 1: learning rate divided by loss scale."""
-    # Use the mean rate of several optimizers: its change is exact if all change by one factor.
+    # Use the mean rate of several optimizers: `rescale` is exact if one factor changes all rates.
     found = [tf.cast(leaf.learning_rate, tf.float32) for leaf in leaves(optimizer)]
     rate = tf.add_n(found) / len(found)
     return rate / tf.cast(optimizer.scale_loss(tf.ones([])), tf.float32)

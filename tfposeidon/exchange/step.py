@@ -29,7 +29,7 @@ from tfposeidon.schemes.base import State
 
 
 class Step:
-    """Exchanges gradients in each step of one `DistributedOptimizer`.
+    """Exchanges gradients in each step of one communicating optimizer.
 
     When a step is traced, this object checks that all ranks agree on plan and settings. Each step
     counts samples if ranks may have unequal batches, exchanges gradients, and on request measures
@@ -37,7 +37,7 @@ class Step:
     `optimizer.exchange`.
 
     Args:
-      optimizer: The `DistributedOptimizer`, whose `updater` applies the averaged gradients.
+      optimizer: Optimizer whose `updater` applies the averaged gradients.
       policy: Policy that chooses the scheme of each variable.
       bucket_bytes: Size in bytes up to which small gradients are fused; see `DistributedOptimizer`.
       sample_count: Function from a batch to the number by which ranks are weighted; see
@@ -372,7 +372,7 @@ class Absence:
             self._counts.assign([max(absent, ranks), complete])
 
     def record(self, ranks: tf.Tensor) -> tf.Tensor | None:
-        """Records a step's number of ranks; returns whether it is 0, or `None` if not watched."""
+        """Records the number of absent ranks; returns whether it is 0, or `None` if not watched."""
         assert self._counts is not None
         is_complete = ranks == 0.0
         # Assign the number in every step, because TensorFlow prunes a collective whose result is

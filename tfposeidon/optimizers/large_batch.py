@@ -35,10 +35,10 @@ class LARS(LayerWiseOptimizer):
         includes `trust_coefficient`, rates are much higher than for SGD: 1 to 30 in the papers.
       momentum: Decay of the velocity, in [0, 1) (default 0.9); 0 disables it.
       nesterov: True for Nesterov momentum (default False); requires momentum.
-      trust_coefficient: Fraction of its norm by which a layer may change in a step at rate 1, above
-        0 (default 0.001).
-      weight_decay: Weight decay inside both ratio and step, from 0 (default 0). Keras's decoupled
-        decay is disabled.
+      trust_coefficient: Maximum change of a layer in a step at rate 1, as a fraction of the layer's
+        norm, above 0 (default 0.001).
+      weight_decay: Weight decay inside both ratio and step, 0 or more (default 0). Keras's
+        decoupled decay is disabled.
       exclude: Variables with ratio 1 and without decay, which are updated as by SGD at the learning
         rate. `None` (default) excludes biases and parameters of normalization layers, that is,
         variables with at most one axis, or whose path ends in the word "bias", "gamma" or "beta". A
@@ -46,7 +46,7 @@ class LARS(LayerWiseOptimizer):
         nothing.
       ratio: "sum_of_norms" (default, as in the papers) or "norm_of_sum" (as in optax.lars), see
         above.
-      epsilon: Term added to the denominator of the ratio, from 0 (default 0).
+      epsilon: Term added to the denominator of the ratio, 0 or more (default 0).
       parallel: Whether, inside `DistributedOptimizer`, each rank computes the norms of only some
         layers and receives the others. False computes all norms on every rank; "auto" (default)
         uses the faster of both methods, measured once at the first step.
@@ -164,7 +164,7 @@ class LAMB(LayerWiseOptimizer):
       beta_1: Decay of the first moment, in [0, 1) (default 0.9).
       beta_2: Decay of the second moment, in [0, 1) (default 0.999).
       epsilon: Term added to the root of the second moment, above 0 (default 1e-6).
-      weight_decay: Weight decay inside the step, and therefore inside the ratio, from 0 (default
+      weight_decay: Weight decay inside the step, and therefore inside the ratio, 0 or more (default
         0). Keras's decoupled decay is disabled.
       exclude: Variables with ratio 1 and without decay, which are updated as by Adam. As in `LARS`:
         `None` (default) for biases and parameters of normalization layers, or regular expressions

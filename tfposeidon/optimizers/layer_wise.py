@@ -91,9 +91,8 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     A step calls `_direction` for all variables, computes the norms of all non-excluded variables in
     one call, and then moves all variables. Arithmetic and state are float32 for float16 and
-    bfloat16 variables, because squares overflow in float16, and both dtypes round away small
-    increments of a moment.
-    `DistributedOptimizer` replaces `norms` during its steps.
+    bfloat16 variables, because squares overflow in float16, and because both dtypes lose small
+    increments of a moment to rounding. `DistributedOptimizer` replaces `norms` during its steps.
     """
 
     trust_coefficient = 1.0

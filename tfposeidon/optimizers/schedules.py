@@ -28,8 +28,8 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
     Args:
       peak_learning_rate: Rate at the end of the warm-up, above 0.
-      warmup_steps: Number of steps of the warm-up, from 0.
-      decay_steps: Number of steps of the decay after the warm-up, from 1.
+      warmup_steps: Number of steps of the warm-up, 0 or more.
+      decay_steps: Number of steps of the decay after the warm-up, 1 or more.
       initial_learning_rate: Rate at step 0, from 0 (default) to the peak.
       end_learning_rate: Rate after all steps, from 0 (default) to the peak.
       power: Exponent of the decay, above 0: 1 is linear, 2 (default) is common with LARS.

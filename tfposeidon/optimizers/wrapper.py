@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def slots(optimizer: Any) -> list[Any]:
-    """Returns the floating-point state of a built optimizer, such as velocities, without rates."""
+    """Returns a built optimizer's floating-point state, such as velocities, not learning rates."""
     # Optimizers such as Adam correct the bias of this state with their step counter, so the state
     # is valid only for one value of the counter.
     return [
@@ -155,7 +155,7 @@ def step_counter(optimizer: Any) -> Any:
 
 
 def reset_slots(optimizer: Any) -> None:
-    """Resets the state of a built optimizer, such as velocities, but not rates and counters.
+    """Resets a built optimizer's state, such as velocities, but not learning rates and counters.
 
     >>> import keras
     >>> adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.5)

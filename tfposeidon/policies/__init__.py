@@ -174,7 +174,8 @@ class Rules(Policy):
     Variables that match no rule use all-reduce; a last rule `(".", "auto")` uses `Auto` for them.
 
     Args:
-      rules: Pairs of a regular expression and a scheme (a name or an object), or a dict of them.
+      rules: Pairs of a regular expression and a scheme (name or object), or a dict from
+        expressions to schemes.
 
     Raises:
       ValueError: If `rules` are not pairs, a pattern is not a regular expression, a scheme is

@@ -50,10 +50,10 @@ class Scheme(Configured, ABC):
     access to variables or learning rates. They store nothing between calls, because the optimizer
     stores their `state`.
 
-    Policies, plans and exchanges read the properties declared here and do not test for classes, so
-    a new scheme overrides the properties in which it differs. Options must be hashable: ranks
-    compare them, and models are saved with them. Loading a saved scheme requires that Python has
-    imported its module.
+    Policies, plans and exchanges read the properties declared here and do not depend on the class,
+    so a new scheme overrides the properties whose defaults do not hold. Options must be hashable:
+    ranks compare them, and models are saved with them. Loading a saved scheme requires that Python
+    has imported its module.
 
     Example:
       >>> import dataclasses, tensorflow as tf
@@ -182,7 +182,7 @@ class Scheme(Configured, ABC):
         return total_cost(self.stages(length, itemsize, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
-        """Returns a remark if the exchange is not the one that the scheme is named after, or `""`.
+        """Returns a remark if the exchange is unexpected, such as dense for `HiTopK`, or `""`.
 
         Args:
           length: Number of elements of the bucket.

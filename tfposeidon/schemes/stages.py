@@ -1,9 +1,9 @@
 """Stages of an exchange: the building blocks of schemes, each next to the description of its cost.
 
 Stages are transfers, which are collectives, and local work between transfers. Steps and bytes are
-derived from this one description. A reduce-scatter here is an all-to-all followed by a local sum.
-Over Gloo, these two are several times faster than Horovod's own reduce-scatter, support more
-dtypes and uneven shards, and sum 16-bit values in float32. Hierarchical schemes shard a vector over
+derived from the stages. A reduce-scatter here is an all-to-all followed by a local sum. Over Gloo,
+these two are several times faster than Horovod's own reduce-scatter, support more dtypes and
+uneven shards, and sum 16-bit values in float32. Hierarchical schemes shard a vector over
 the ranks of a node (`Levels.node`), and each rank's shard again over the ranks at the same position
 in all nodes (`Levels.across`).
 """

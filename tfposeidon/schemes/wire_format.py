@@ -16,7 +16,7 @@ WIRE_DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class WithWireDtype:
-    """Mix-in for schemes whose only loss is the rounding of values that are sent.
+    """Mix-in for schemes whose only error is the rounding of values that are sent.
 
     It must precede the scheme's other base class, whose `exact` it overrides. Subclasses document
     `wire_dtype` and its `ValueError`.
@@ -97,7 +97,7 @@ def unpack_pairs(
     """Inverts `pack_pairs` for runs of messages; also returns how many pairs each message has.
 
     Each of `groups` describes a run of messages of one length: the number of messages, the number
-    of pairs in each, and a number to add to their indices. The returned numbers are int64.
+    of pairs in each, and an offset to add to the indices. The returned counts are int64.
     """
     width = pair_bytes(wire_dtype) // packed.dtype.size
     sizes = [count * width * k for count, k, _ in groups]
