@@ -228,7 +228,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
         return grads, variables, count
 
     def _step(self, grads: list[Any], variables: list[Any], count: Any) -> None:
-        """Executes one call of `apply`; `count` weights this rank, `None` all ranks equally."""
+        """Executes one call of `apply`; `count` weights this rank, `None` weights ranks equally."""
         raise NotImplementedError
 
     @property
@@ -394,7 +394,7 @@ def check_no_averages(optimizer: str, inner: Any) -> None:
 def check_all_variables(
     optimizer: str, given: Sequence[Any], known: Sequence[Any], alternative: str = ""
 ) -> None:
-    """Refuses a call that does not update all variables of an optimizer, in their order."""
+    """Requires that a call updates all variables of an optimizer, in their order."""
     if [id(variable) for variable in given] != [id(variable) for variable in known]:
         raise ValueError(
             f"{optimizer} must update all its variables in each call, in their order. Received: "

@@ -44,7 +44,7 @@ COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 
 @dataclass(frozen=True)
 class Decision(Policy):
-    """Assigns a decided scheme to each variable by path; snapshots contain decisions."""
+    """Assigns the chosen scheme to each variable, by path; snapshots contain decisions."""
 
     choices: Mapping[str, Choice]
     bucket_bytes: int | None

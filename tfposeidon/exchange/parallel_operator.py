@@ -266,7 +266,7 @@ def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
 
 
 def _measured(layers: Sequence[Any], wire: Wire, prefix: str) -> tuple[float, float]:
-    """Returns the slowest rank's seconds for local and parallel norms: all ranks choose alike."""
+    """Returns the slowest rank's seconds for local and parallel norms, the same on all ranks."""
     if not layers:
         return 0.0, 0.0
     # Measure now, outside of the traced graph.

@@ -98,7 +98,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     trust_coefficient = 1.0
     _indices: dict[Any, int]
     _options: ClassVar[tuple[str, ...]] = ()
-    """Arguments that a subclass adds to the constructor, which are attributes of the same name."""
+    """Arguments that a subclass adds to the constructor; attributes have the same names."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @property
     def excluded(self) -> list[int]:
-        """Indices of excluded variables in the arguments of `build`, ascending."""
+        """Indices of excluded variables in the list that `build` received, ascending."""
         return sorted(self._excluded)
 
     def scaled_variables(self, variables: Sequence[Any]) -> list[Any]:

@@ -46,7 +46,7 @@ _CLASSES = {"auto": "Auto", "factors": "Factors", "hybcomm": "HybComm"}
 
 
 def resolve(names: Mapping[str, str], package: str, name: str) -> Any:
-    """Imports and returns the object with a name, for `__getattr__` of a package."""
+    """Imports and returns an object by name, for `__getattr__` of a package."""
     if name not in names:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return getattr(importlib.import_module(names[name]), name)

@@ -145,7 +145,7 @@ class Transfer:
         }
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns the number of steps and of bytes that `topology.rank` sends, by destination."""
+        """Returns steps, and the bytes that `topology.rank` sends in its node and across nodes."""
         messages, node = self.messages(topology.rank), topology.node.ranks
         within = sum((size for peer, size in messages.items() if peer in node), 0.0)
         cross = sum(messages.values()) - within

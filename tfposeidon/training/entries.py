@@ -64,7 +64,7 @@ def optimizers(model: Any) -> list[Any]:
 
 
 def entries(model: Any) -> list[StateEntry]:
-    """Returns all state of a model except the state from `parts`, in equal order on all ranks."""
+    """Returns all state of a model, without `parts`, in the same order on all ranks."""
     replicated = list(model.trainable_variables)
     for held in held_optimizers(model):
         optimizer = session.without_loss_scale(held)

@@ -189,7 +189,7 @@ class Session:
 
     @property
     def wire(self) -> Wire:
-        """Communicator of the ranks in step with this one: all ranks, or this rank alone."""
+        """Communicator of the ranks that exchange in each step: all ranks, or this rank alone."""
         return next((hooks.wire for hooks in self.hooks if hooks.wire), runtime.wire)()
 
     def steps_until_exchange(self, optimizers: Iterable[Any]) -> int:
@@ -287,7 +287,7 @@ class Session:
     # ------------------------------------------------------------------ weights of each rank
 
     def check_in_step(self, received: str) -> None:
-        """Refuses callbacks that communicate within epochs if ranks may be out of step."""
+        """Refuses callbacks that communicate within epochs if the ranks' step counts may differ."""
         # If ranks train local weights, a rank detects only in the next synchronization that another
         # rank has fewer batches.
         if not self.knows_lengths and not self.is_in_step:
