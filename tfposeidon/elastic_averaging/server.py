@@ -107,7 +107,7 @@ class Server:
     ) -> None:
         self.served = served
         self.progress = {rank: Progress() for rank in wires}
-        # Each worker receives a new request by its second call.
+        # A worker receives a new request with its second call at the latest.
         self.request = Request.TRAIN
         # Set to True after an error to answer no more calls, so that Horovod ends the job.
         self.is_silent = False

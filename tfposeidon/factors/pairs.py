@@ -54,7 +54,7 @@ class FactorShape:
 
     @property
     def left_columns(self) -> int:
-        """Number of values sent per left row: M, or the number that a 32-bit index occupies."""
+        """Number of values sent per left row: M, or as many as a 32-bit index occupies."""
         return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
@@ -220,7 +220,7 @@ class Rows(FactorPair):
     @property
     @override
     def packed(self) -> tf.Tensor:
-        """Message of indices, bit-cast to the dtype of values, and the summed values of each."""
+        """Message of indices, bit-cast to the values' dtype, and of summed values for each index."""
         rows = merge_rows(tf.IndexedSlices(self.right, self.left))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
         bits = tf.bitcast(tf.cast(rows.indices, _index_dtype(self.right.dtype)), self.right.dtype)
@@ -248,7 +248,7 @@ def rows_of(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
 
 
 def as_product(gradient: Any, like: FactorShape) -> FactorPair:
-    """Returns a matrix as a product, for a rank whose peers expect rows or factors."""
+    """Converts a gradient to a product with a unit matrix, if other ranks expect factors."""
     matrix = tf.cast(tf.convert_to_tensor(gradient), like.dtype)
     matrix = tf.reshape(matrix, [like.left, like.right])
     if like.indexed:
