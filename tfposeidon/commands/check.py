@@ -115,7 +115,7 @@ def peer_rows() -> Iterator[tuple[str, str]]:
         if found:
             yield "other sources", found
     elif found:
-        # Yield this row first, because the token may be invalid: `main` must show it all the same.
+        # Yield this row first: `main` must show it even if the token is invalid.
         yield "peers by", found
         secret = (
             f"requests carry a key from {sources.TOKEN}"
@@ -146,7 +146,7 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
 
 
 def _require_averages() -> None:
-    """Averages a vector with every scheme; raises `InstallError` on all ranks if any is wrong."""
+    """Averages a vector with every scheme; raises `InstallError` on all ranks for a wrong mean."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -203,7 +203,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about GPUs; TensorFlow must be loaded, and `gpus` is how many it sees."""
+    """Returns table rows about GPUs; requires a loaded TensorFlow, which sees `gpus` GPUs."""
     tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
     if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]

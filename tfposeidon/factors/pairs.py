@@ -220,7 +220,7 @@ class Rows(FactorPair):
     @property
     @override
     def packed(self) -> tf.Tensor:
-        """Message of indices, bit-cast to the values' dtype, and of summed values for each index."""
+        """Message of indices, bit-cast to the values' dtype, and the sum of values per index."""
         rows = merge_rows(tf.IndexedSlices(self.right, self.left))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
         bits = tf.bitcast(tf.cast(rows.indices, _index_dtype(self.right.dtype)), self.right.dtype)

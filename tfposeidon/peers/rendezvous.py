@@ -45,7 +45,7 @@ START_TIMEOUT_S = 600.0
 RANKS = "ranks"
 """Scope of the store in which ranks register."""
 START = secrets.token_hex(8)
-"""Identifies this process: a restarted container has the same host name and process number."""
+"""Identifies this process: a restarted container has the same host name and process ID."""
 
 Nodes = tuple[tuple[int, ...], ...]
 _nodes: Nodes | None = None
@@ -311,7 +311,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
     nodes = nodes_of([entry.node for entry in entries])
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
     local_rank = nodes[node].index(rank)
-    # Horovod's cross group consists of the ranks of all nodes that have the same local rank.
+    # Horovod's cross group consists of the ranks with the same local rank on all nodes.
     across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
     found = {
         "RANK": rank,

@@ -5,8 +5,9 @@
   python -m tfposeidon run --nodes 2 --node-rank 1 --master node1:29500 -- python train.py
 
 For several nodes, run the command on each node, without SSH. Options or a platform's variables
-describe the nodes (docs/clusters.md). Each rank sees one GPU, or all if there are more ranks. The
-exit status is that of the first failed rank of this node, or 1 if only ranks of other nodes failed.
+describe the nodes (docs/clusters.md). Each rank sees one GPU, or all GPUs if there are more ranks
+than GPUs. The exit status is that of the first failed rank of this node, or 1 if only ranks of
+other nodes failed.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 def environments(
     job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yields number and environment of each rank of this node; `counts` has each node's ranks."""
+    """Yields number and environment of each local rank; `counts` has the ranks per node."""
     place = (sum(counts), client.host, (client.port,), job.identity)
     first, count = sum(counts[: job.rank]), counts[job.rank]
     for index in range(count):
@@ -195,7 +196,7 @@ def environments(
         # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
         visible = {sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}
         # An empty variable counts as unset. Output is not buffered, so that `run` prints each line
-        # at once.
+        # immediately.
         common = {sources.TOKEN_FILE: "", rendezvous.MEMBER: "", "PYTHONUNBUFFERED": "1"}
         common |= {sources.TOKEN: token or "", sources.RUN: json.dumps(dataclasses.asdict(own))}
         yield own.rank, {**os.environ, **common, **visible}
@@ -258,8 +259,8 @@ async def run_ranks(ranks: list[Rank], client: Client, folder: Path | None) -> i
             runner.signal(signal.SIGKILL)
         else:
             cause = f"{here} received {signal.Signals(number).name}."
-            # Use another thread, because a request to a lost node 0 may block for seconds. A loop
-            # that is closing starts none.
+            # Use another thread, because a request to a lost node 0 may block for seconds. An event
+            # loop that is closing starts no threads.
             with contextlib.suppress(RuntimeError):
                 loop.run_in_executor(None, runner.leave_cause, cause)
             runner.cancel()

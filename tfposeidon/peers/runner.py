@@ -1,6 +1,6 @@
-"""Runs ranks of a job on this machine, forwards their output, and ends all when one fails.
+"""Runs ranks of a job on this machine, forwards their output, and ends all ranks when one fails.
 
-`python -m tfposeidon run` and the lab start ranks with it.
+`python -m tfposeidon run` and the lab start ranks with this module.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 _FORMAT = 10
 
 Arrays = dict[str, list[np.ndarray]]
-"""Lists of arrays by name. Files omit empty lists, and a name that is not in a file has one."""
+"""Lists of arrays by name. Files omit empty lists; a name that is not in a file has no arrays."""
 
 
 class SnapshotError(RuntimeError):
