@@ -164,7 +164,7 @@ class LoaderProcess:
 
 def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
     """Receives requests until `None`; ends the process when its training process has ended."""
-    # Check the parent, because a death signal would be sent when only the starting thread ends.
+    # Poll the parent: a parent-death signal would already come when the starting thread ends.
     request: Any = ()
     try:
         while request is not None:

@@ -27,7 +27,7 @@ REQUEST_SAMPLES = 64
 """Number of samples to request from each other rank at a time. With fewer, the latency of messages
 would dominate."""
 Partitioning = Literal["auto", "replicate", "split"]
-# Numbers in the names of collectives, equal on all ranks, which open caches in the same order.
+# Numbers in names of collectives: equal on all ranks, because they open caches in the same order.
 _cache_numbers = itertools.count()
 
 
@@ -158,7 +158,7 @@ class PartitionedReader(Reader):
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
-            # Once the exchange has ended, it returns no futures, and this node makes the samples.
+            # Once the exchange has ended, it returns no futures, and this node makes them itself.
             self._coming |= dict(zip(new, futures, strict=False))
 
     def _owner_rank(self, sample: int) -> int:

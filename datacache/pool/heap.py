@@ -84,7 +84,7 @@ class Heap:
 
 
 def _end(places: np.ndarray, capacity: int) -> int:
-    """Returns the end of the last of these samples, without those that are out of bounds."""
+    """Returns the largest end of samples; ignores samples that are out of bounds."""
     offsets, lengths = places.T
     # Do not compare `offsets + lengths`, which could overflow.
     inside = (

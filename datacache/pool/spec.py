@@ -287,7 +287,7 @@ class SampleShard:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """Immutable description of a store; `source` is the user's name of the source.
+    """Immutable description of a store; `source` describes the source to users.
 
     `heap_bytes` is the capacity for samples that differ in size.
     """

@@ -82,7 +82,7 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
 def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     wanted, is_text = _numpy_type(spec.dtype)
     dtype = getattr(value, "dtype", None)
-    # Do not convert values of this type, such as the contents of a file, which are one text.
+    # Do not convert values that have the type already, such as the contents of a file.
     if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
         return value
     # Refuse NumPy's `S` dtype, because it strips trailing null bytes.

@@ -121,7 +121,7 @@ def _open_if_room(
 
 def _first_sample(make: Preprocessing, stored: Tier, stream: Stream | None) -> Arrays:
     """Returns the first sample, preprocessed."""
-    # Bypass a store above a stream, which would read the whole stream first.
+    # Bypass a store above a stream, because the store would read the whole stream first.
     if stream:
         _, components = next(stream({0}))
     else:

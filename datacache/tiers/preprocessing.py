@@ -156,7 +156,7 @@ def _outputs_digest(
         if name in by_name and name not in known:
             node = by_name[name]
             # Skip attributes with an underscore, which are TensorFlow's annotations, and the token
-            # of a Python function, which is a counter of its process.
+            # of a Python function, which differs between processes.
             counted = node.op in pipelines.PYTHON_OPS
             attributes = {
                 key: _attribute_digest(value, bodies, within)

@@ -1,4 +1,4 @@
-// Reuses memory, because page faults of a new buffer cost more time than the work in it.
+// Reuses memory, because page faults of a new buffer cost more time than the work on its data.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_BUFFER_H_
 #define TFPOSEIDON_NATIVE_LIB_BUFFER_H_

@@ -103,7 +103,7 @@ struct Window {
   }
 };
 
-// Counts the elements inside, and writes the elements of this sequence that are in the window.
+// Counts the elements that `inside` accepts, and writes the accepted elements in the window.
 template <class Machine, class Elements, class Index>
 int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside,
              const Window<Index>& window) {
