@@ -241,7 +241,7 @@ class Positions:
         return data
 
     def of(self, data: Any = None) -> EpochIterator:
-        """Returns the epoch iterator of a dataset; `None` selects the only one."""
+        """Returns the epoch iterator of a dataset; `None` selects the only iterator."""
         if not self._made:
             raise RuntimeError(
                 "A position belongs to a dataset of the cache. Received: a cache with 0 datasets. "
@@ -262,7 +262,7 @@ class Positions:
 
 
 def length(data: Any) -> float | None:
-    """Returns the number of steps of data: infinity if they repeat, `None` if it is unknown."""
+    """Returns the number of steps of a dataset: infinity if it repeats, `None` if unknown."""
     if isinstance(data, keras.utils.PyDataset):
         return len(data)
     if not isinstance(data, tf.data.Dataset):

@@ -178,7 +178,7 @@ class Checkpoint(RankCallback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # `on_job_failure` saves this epoch if the job fails before the next one begins.
+        # `on_job_failure` saves this epoch if the job fails before the next epoch begins.
         self._epoch = epoch + 1
         self._write(self._epoch, 0)
 
@@ -261,7 +261,7 @@ class Checkpoint(RankCallback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        # Build optimizers first, because the comparison would miss the variables of unbuilt ones.
+        # Build optimizers first, because the comparison would miss variables of unbuilt optimizers.
         self._build_optimizers(snapshot)
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]

@@ -40,7 +40,7 @@ FORMAT = 5
 STORE, UNFINISHED = "datacache.store", "datacache.part"
 FILES = {STORE, UNFINISHED}
 IN_USE = 2**62
-"""Byte that each process locks while it has a store open; no byte of a sample has this index."""
+"""Byte that each process locks while it has a store open; claims lock bytes of lower indices."""
 MOST_HEADER_BYTES = 2**24
 """Largest number of bytes to read as the header: a damaged file may have no line break."""
 

@@ -21,7 +21,7 @@ class Heap:
     """The heap of a store, to which packed samples are appended.
 
     The space of a sample that was corrupted is free again once the store is cleared. A killed
-    process leaves nothing to repair: the next sample takes the bytes of the unfinished one.
+    process leaves nothing to repair: the next sample overwrites the unfinished sample.
     """
 
     def __init__(self, file: StoreFile) -> None:

@@ -62,7 +62,7 @@ class StreamSource(Source, Protocol):
     """Source that only supports sequential reads."""
 
     def stream(self) -> Iterator[list[np.ndarray]]:
-        """Yields the components of all stored samples, in order from the first one."""
+        """Yields the components of all stored samples, in order, from the first sample."""
 
 
 def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:
@@ -107,7 +107,7 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
 
 @functools.cache
 def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
-    """Returns NumPy's dtype for a dtype of TensorFlow, and whether it is of texts."""
+    """Returns NumPy's dtype for a dtype of TensorFlow, and whether it is the dtype of texts."""
     # The result is cached, because TensorFlow's conversion takes as long as reading a small sample.
     return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
 

@@ -1,4 +1,4 @@
-"""Traces the function that computes a cached sample from a stored one, and digests its graph."""
+"""Traces the function that computes a cached sample from a stored sample, and digests its graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Names = Sequence[str]
 
 
 class Preprocessing:
-    """Computes cached samples from stored ones, with a function traced as by `tf.data.Dataset.map`.
+    """Computes cached samples from stored samples; traces the function like `tf.data.Dataset.map`.
 
     `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is a digest of the
     graph and of all captured constants.

@@ -104,7 +104,7 @@ def version_of(name: str) -> str | None:
 
 def peer_rows() -> Iterator[tuple[str, str]]:
     """Yields table rows about the platforms whose variables are set, and about the job's token."""
-    # Import these modules here for the reason in `main`.
+    # Import these modules here, for the reason that `main` states.
     import_tensorflow()
     from tfposeidon.communication import launcher
 
@@ -257,7 +257,7 @@ def _nccl() -> str:
     used, built_for = (
         f"{code // 10000}.{code % 10000 // 100}.{code % 100}" for code in (number.value, built)
     )
-    # NVIDIA does not guarantee that an older NCCL works, but one passed all tests on an H200.
+    # NVIDIA does not guarantee that an older NCCL works, but all tests passed with one on an H200.
     older = f"; if collectives fail: pip install 'nvidia-nccl-cu12>={built_for}'"
     return f"{used}, Horovod for {built_for}{older if built > number.value else ''}"
 

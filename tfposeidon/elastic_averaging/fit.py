@@ -54,7 +54,7 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
 def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
     arguments = call.arguments
     worker = _Worker(arguments)
-    # `end` is first in the list, so that other callbacks see the global weights at the end.
+    # `end` is first in the list, so that other callbacks see the global weights when training ends.
     # `worker` is last, so that it starts after the server's callbacks have restored a run.
     end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
     callbacks = [c for c in arguments["callbacks"] if not acts_at_server(c)]

@@ -293,7 +293,7 @@ def _succeeds(call: Callable[[], Any]) -> bool:
     try:
         call()
     except Exception:
-        # The error that ends the job must be the last one in the log.
+        # The error that ends the job must be the last error in the log.
         name = getattr(call, "__qualname__", call)
         log.exception("tfposeidon: %s could not save the global weights.", name)
         return False

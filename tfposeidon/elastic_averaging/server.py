@@ -126,7 +126,7 @@ class Server:
             ).start()
 
     def release(self) -> None:
-        """Releases all workers, and waits until they have left; raises an error of a thread."""
+        """Releases all workers, and waits until they have left; raises the error of any thread."""
         self.request = Request.LEAVE
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._all("has_left"))

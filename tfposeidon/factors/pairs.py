@@ -186,7 +186,7 @@ class FactorPair:
     def weighted(self, weight: tf.Tensor) -> FactorPair:
         """Returns factors with a scaled product and the same local term; `weight` is the scale."""
         # Multiply by 0 or 1 first, because gradients of empty batches may be NaN, and here 0 times
-        # NaN is 0. Indices need no change, because the values that belong to them become zeros.
+        # NaN is 0. Indices need no change, because the corresponding values become zeros.
         left, right = (
             tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype))
             if tensor.dtype.is_floating

@@ -103,7 +103,7 @@ def _rows(data: Any, rows: slice) -> Any:
 
 
 class _ShareOfBatches(keras.utils.PyDataset):
-    """`PyDataset` with every `size`-th batch of another one, and the same worker settings."""
+    """`PyDataset` with every `size`-th batch of another `PyDataset`, and its worker settings."""
 
     def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:
         super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)

@@ -196,7 +196,7 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
     from tfposeidon.lab.network import payload_bytes
 
     optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
-    # The plan reports the measured step time next to the predicted one, even after `auto` has
+    # The plan reports the measured step time next to the predicted time, even after `auto` has
     # decided.
     optimizer.exchange.is_timed = True
     model.compile(optimizer=optimizer, loss="mse")

@@ -251,7 +251,7 @@ def _connect(built: Network, node: int) -> None:
             size = str(min(burst_bytes(rate), 65536))
             _call(*inside, "ip", "link", "set", "dev", INTERFACE, "gso_max_size", size)
     else:
-        # Limit connections at the sending node only, because they share nothing before its queue.
+        # Limit connections at the sending node only: its queue is the first that they share.
         _shape(_limited_connections(rate, flow), *inside)
     if built.cluster.intra is not None:
         # Reduce the MTU, because packets of a loopback's default MTU, 64 kB, would not fit into the

@@ -66,7 +66,7 @@ class GlobalWeights:
         self.hide()
 
     def show(self) -> bool:
-        """Assigns the global weights to the variables; returns False if they already hold them."""
+        """Assigns the global weights to the variables; returns whether the variables changed."""
         if self.is_shown or not self.has_begun:
             return False
         self._may_be_shown = True

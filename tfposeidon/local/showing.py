@@ -23,7 +23,7 @@ from tfposeidon.training.hooks import FitHooks
 class Showing:
     """Switches a model's variables between global and local weights around steps and callbacks.
 
-    If user code assigns weights while the global weights are shown, all ranks continue from these.
+    If user code assigns weights while the global weights are shown, all ranks continue from them.
     """
 
     def __init__(self, find: Callable[[], Synchronization | None]) -> None:

@@ -278,7 +278,7 @@ class Synchronization:
         # Averages of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, differences, strict=True)]
         if not self._outer.weighs_samples:
-            # Divide by all replicas, because one without samples contributes a zero difference.
+            # Divide by all replicas, because a replica without samples contributes zeros.
             share = presence.total / self._replicas
             means = [mean * tf.cast(share, mean.dtype) for mean in means]
         return ExchangeResult(presence.absent, counts, [*means, *statistics], states)

@@ -153,7 +153,7 @@ def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
-    """Returns the job's token: for a single node, the default is a random one."""
+    """Returns the job's token: for a single node, the default is a random token."""
     if options.token_file:
         variables = {**variables, sources.TOKEN_FILE: options.token_file}
     return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
@@ -243,7 +243,7 @@ class _Runner(Runner):
         super()._fail(rank)
 
     def leave_cause(self, cause: str) -> None:
-        """Stores the cause of the job's end for the other nodes, unless there is one."""
+        """Stores the cause of the job's end for the other nodes, unless the store has a cause."""
         # If the store has ended, no other node waits for the cause.
         with contextlib.suppress(OSError):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)

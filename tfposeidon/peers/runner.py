@@ -21,7 +21,7 @@ from typing import TextIO
 from tfposeidon.quiet import is_startup_message
 
 GRACE_S = 10.0
-"""Time for the other ranks to report and end after one has failed."""
+"""Time for the other ranks to report and end after a rank has failed."""
 TERMINATION_S = 3.0
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0

@@ -296,7 +296,7 @@ def _check_all_wanted(totals: dict[tuple[str, str], np.ndarray], wanted: RankSta
 def _common_scalar(
     description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """Returns the scalar that was saved for all members, or the current one if none was saved."""
+    """Returns the scalar that was saved for all members, or `like` if none was saved."""
     keys = {path: (description.name, path) for path, _ in description.members}
     found = {path: scalars[key] for path, key in keys.items() if key in scalars}
     if len({float(number) for number in found.values()}) > 1:

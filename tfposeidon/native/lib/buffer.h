@@ -14,7 +14,7 @@ class Buffer {
   // Returns memory for at least `size` elements; earlier contents may be lost.
   T* reserve(int64_t size) {
     if (size > size_) {
-      // Free the old memory first, because there may not be enough for both.
+      // Free the old memory first, because there may not be enough memory for both buffers.
       data_.reset();
       data_.reset(new T[size]);
       size_ = size;

@@ -32,7 +32,7 @@
 
 namespace tfposeidon::gpu {
 
-// There is memory for at least this many candidates.
+// Memory is allocated for at least this many candidates.
 constexpr int64_t kLeastRoom = 2 * kSmallestSampled;
 
 template <class Index>
