@@ -126,7 +126,7 @@ def _rm(folder: Path) -> int:
 
 
 def _stores(root: Path) -> list[Path]:
-    """Returns the folder if it is a store or the remains of one, else the stores in it."""
+    """Returns `root` if it is a store or the remains of a store, else the stores in it."""
     if _looks_like_a_store(root) or not root.is_dir():
         return list(filter(_looks_like_a_store, [root]))
     try:

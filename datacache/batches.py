@@ -145,7 +145,7 @@ class Iterations:
         return shares[step]
 
     def end(self, number: int) -> None:
-        """Ends an iteration, so that the next one starts after it."""
+        """Records the end of an iteration, so that the next iteration starts at its end."""
         self._epochs.end(self._begun[number])
 
 

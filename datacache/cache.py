@@ -1,7 +1,7 @@
 """Caches decoded samples, and yields batches for Keras.
 
 Think of a cache as a chain of tiers, from shared memory down to the source. Each dataset of a cache
-has its own position in an exact order of epochs.
+has its own position in the order of samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger("datacache")
 
 
 class Cache:
-    """Reads and preprocesses each sample once per node, and serves epochs in an exact order.
+    """Reads and preprocesses samples once per node; every epoch contains each sample exactly once.
 
     The first epoch reads the source. Later epochs read memory that all ranks of a node, and other
     jobs on it, share. Samples that do not fit in memory are read from slower tiers. The cache never
@@ -56,8 +56,8 @@ class Cache:
         after a restart of the machine. `None` disables it.
       budget: Size of the store in memory on each node: a number of bytes, a size such as "20GB", or
         a share of the free memory of the machine and its container, such as "80%".
-      partition: "replicate" stores all samples on each node. "split" stores a part on each, and
-        nodes send samples to each other. "auto" replicates if all samples fit in the budget of
+      partition: "replicate" stores all samples on each node. "split" stores a part on each node,
+        and nodes send samples to each other. "auto" replicates if all samples fit in the budget of
         every node. Ranks must open the same caches in the same order.
       verify: Policy for checksums: "first" verifies samples of other processes before their first
         use in this process; "always" verifies before each use; "never" disables verification.
@@ -162,7 +162,7 @@ class Cache:
         Each epoch is a different permutation of all samples, which depends on the seed but not on
         the number of ranks. Each iteration over the dataset is the next epoch, with the same number
         of steps on every rank. Each dataset has its own position: reading a validation dataset does
-        not move the training dataset.
+        not change the position of the training dataset.
 
         Args:
           global_batch: Number of samples of one step over all ranks.
@@ -275,9 +275,9 @@ class Cache:
         Args:
           epoch: Index of the epoch.
           data: Dataset of this cache, or one derived from it by `map` or `repeat`; required if the
-            cache has several datasets, or an epoch of `fit` does not read all of its dataset.
+            cache has several datasets, or an epoch of `fit` does not read the whole dataset.
           steps: Number of steps of each epoch of `fit`; `None` for as many as the dataset has.
-          steps_per_execution: Number of steps that Keras trains together.
+          steps_per_execution: Number of steps that Keras executes in one call.
           is_first: True for the first epoch of a call of `fit`.
           begin: Epoch and number of samples at which the epoch starts, from `state_dict`; `None` to
             compute them from `epoch`, as if earlier epochs had run on the same number of ranks.

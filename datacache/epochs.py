@@ -32,7 +32,7 @@ MOST_AHEAD = 32
 """Number of steps by which a pipeline without buffers may read ahead of training. An iteration that
 starts further ahead belongs to other code."""
 AUTOTUNED = {"_buffer_size": math.inf, "_num_parallel_calls": os.cpu_count() or 1}
-"""Largest number of elements that a dataset reads ahead with AUTOTUNE, by its attribute."""
+"""Largest number of elements that a dataset reads ahead, by the attribute that is AUTOTUNE."""
 SAME_STEPS = ONE_TO_ONE | {"FlatMapDataset", "RepeatDataset", "TakeDataset", "TensorDataset"}
 """Kinds of datasets that have the same steps as the cache's dataset, or are part of it."""
 Data = TypeVar("Data")
@@ -202,7 +202,7 @@ class EpochIterator:
 
     @property
     def _trains_to_an_end(self) -> bool:
-        """True in training on data that do not repeat; others are read ahead of training."""
+        """True in training on data that do not repeat; repeated data are read ahead of training."""
         return self._length not in (None, math.inf)
 
     def _refuse_others(self) -> None:
@@ -232,7 +232,7 @@ class Positions:
 
     def __init__(self) -> None:
         self._made: list[EpochIterator] = []
-        # Refer weakly to datasets, whose batches are then freed when the script drops them.
+        # Refer weakly to datasets, so that their batches are freed when the script drops a dataset.
         self._of: weakref.WeakKeyDictionary[Any, EpochIterator] = weakref.WeakKeyDictionary()
 
     def add(self, data: Data, epochs: EpochIterator) -> Data:
@@ -241,7 +241,7 @@ class Positions:
         return data
 
     def of(self, data: Any = None) -> EpochIterator:
-        """Returns the epoch iterator of a dataset; `None` selects the only one."""
+        """Returns the epoch iterator of a dataset; `None` selects the only iterator."""
         if not self._made:
             raise RuntimeError(
                 "A position belongs to a dataset of the cache. Received: a cache with 0 datasets. "
@@ -262,7 +262,7 @@ class Positions:
 
 
 def length(data: Any) -> float | None:
-    """Returns the number of steps of data: infinity if they repeat, `None` if it is unknown."""
+    """Returns the number of steps of a dataset: infinity if it repeats, `None` if unknown."""
     if isinstance(data, keras.utils.PyDataset):
         return len(data)
     if not isinstance(data, tf.data.Dataset):

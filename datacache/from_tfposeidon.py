@@ -1,4 +1,4 @@
-"""Collects all imports from tfposeidon, so that other modules of datacache import only this one.
+"""Collects all imports from tfposeidon, so that no other module of datacache imports it.
 
 Commands such as `python -m datacache ls` import this module and must start without TensorFlow, so
 modules that need TensorFlow are imported at their first use.

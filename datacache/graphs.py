@@ -15,7 +15,7 @@ ONE_TO_ONE = {
     *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset", "ZipDataset"),
     *("AssertCardinalityDataset", "RangeDataset", "RestructuredDataset"),
 }
-"""Kinds of datasets that derive each element from the element below at the same position."""
+"""Kinds of datasets that derive each element from the input elements at the same position."""
 _IN_ORDER = ONE_TO_ONE | {
     *("TakeDataset", "SkipDataset", "ConcatenateDataset", "CacheDataset", "ShardDataset"),
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset"),

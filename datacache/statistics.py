@@ -12,8 +12,8 @@ class Statistics:
     """Counts of one process since it opened a cache.
 
     Attributes:
-      memory_hits: Number of samples of batches that were ready in memory.
-      memory_misses: Number of samples of batches that were not ready in memory.
+      memory_hits: Number of requested samples that were ready in memory.
+      memory_misses: Number of requested samples that were not ready in memory.
       decoded_hits: Number of samples found in the store of decoded samples on disk.
       disk_hits: Number of samples found in the store of stored samples on disk.
       source_reads: Number of samples read from the source.
@@ -23,7 +23,7 @@ class Statistics:
       unkept: Number of produced samples that did not fit in memory.
       healed: Number of corrupted samples that were regenerated.
       retries: Number of failed reads of the source that were retried.
-      wait_s: Seconds that batches waited for samples that were not in memory, summed over threads.
+      wait_s: Seconds for which batches waited for missing samples, summed over threads.
     """
 
     memory_hits: int = 0

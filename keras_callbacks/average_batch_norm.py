@@ -17,7 +17,7 @@ class AverageBatchNorm(global_metrics.LayerAverages, RankCallback):
     other optimizers, with `synchronize_model=False`, or in `model.evaluate`.
 
     In training, the `BatchNormalization` layers of a rank see only the batches of this rank, so
-    moving statistics differ between ranks, and without averages ranks would evaluate and save
+    moving statistics differ between ranks, and without averaging, ranks would evaluate and save
     different models. The same applies to floating-point variables of other layers that receive no
     gradient, such as codebooks (`tp.state.register` changes this). The callback runs before each
     evaluation and otherwise at the end of each epoch. All ranks take part, and hold the same
@@ -52,6 +52,6 @@ class AverageBatchNorm(global_metrics.LayerAverages, RankCallback):
 
     @override
     def _average(self) -> None:
-        # If `fit` averages and only some ranks validate, both would wait for each other.
+        # If `fit` averages and only some ranks validate, this average would wait for other ranks.
         if not self._is_done_by_fit:
             super()._average()

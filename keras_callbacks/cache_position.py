@@ -27,8 +27,8 @@ class CachePosition(keras.callbacks.Callback):
 
     Raises:
       RuntimeError: In `fit`, if the cache has created several datasets and `data` does not identify
-        one of them, if the dataset starts within an epoch, or if the position does not follow from
-        the epoch.
+        one of them, if the dataset starts within an epoch, or if the epoch does not determine the
+        position.
 
     Example:
       >>> import datacache, keras, keras_callbacks, tempfile

@@ -59,12 +59,13 @@ class Checkpoint(RankCallback):
     line warns of it.) On another number of ranks, the sums of accumulated gradients and residuals
     are preserved, and training resumes between epochs. Within an epoch, a rank would skip other
     samples than those already trained on, unless `CachePosition` tracks a cache with the same
-    global batch. The measurements behind `scheme="auto"` are saved, too: on the same nodes, a
+    global batch. The measurements of `scheme="auto"` are saved, too: on the same nodes, a
     resumed run follows the same plan. Callbacks with their own state (`EarlyStopping`) start from
     their initial state.
 
     Training continues while files are written. A snapshot is valid once all ranks have confirmed
-    that it is complete, which takes some steps, or until the next snapshot is due or training ends.
+    that it is complete, which takes some steps, at most until the next snapshot or the end of
+    training.
 
     Put this callback last, so that snapshots include the effects of other callbacks. With
     `LocalUpdates`, ranks continue from weights that other callbacks have assigned. To publish a
@@ -177,7 +178,7 @@ class Checkpoint(RankCallback):
 
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        # `on_job_failure` saves this epoch if the job fails before the next one begins.
+        # `on_job_failure` saves this epoch if the job fails before the next epoch begins.
         self._epoch = epoch + 1
         self._write(self._epoch, 0)
 
@@ -230,7 +231,7 @@ class Checkpoint(RankCallback):
         return {f"{_LAYER}{name}": [value] for name, value in found.items()}
 
     def _optimizer_meta(self, held: Any) -> dict[str, Any]:
-        """Returns an optimizer's scheme and plans, and its variables as indices in the model's."""
+        """Returns an optimizer's scheme, plans, and the indices of its variables in the model."""
         optimizer = session.without_loss_scale(held)
         policy = keras.saving.serialize_keras_object(getattr(optimizer, "policy", None))
         if not held.built:
@@ -260,7 +261,7 @@ class Checkpoint(RankCallback):
     # --------------------------------------------------------------- restoring
 
     def _restore(self, snapshot: Snapshot) -> None:
-        # Build optimizers first, because the comparison would miss the variables of unbuilt ones.
+        # Build optimizers first, because the comparison would miss variables of unbuilt optimizers.
         self._build_optimizers(snapshot)
         self._check(snapshot)
         batches = 0 if self.resume == "epoch" else snapshot.meta["batches"]
@@ -309,7 +310,7 @@ class Checkpoint(RankCallback):
                 )
 
     def _assign_own(self, snapshot: Snapshot) -> snapshots.Arrays:
-        """Restores the state of this rank's layers, and returns its arrays of the snapshot.
+        """Restores the state of this rank's layers, and returns the rank's arrays in the snapshot.
 
         A rank that the saved job did not have uses the averaged state of another rank, retains its
         recurrent states, and receives seeds that no other rank has. If the layout of ranks has

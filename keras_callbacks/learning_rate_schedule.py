@@ -107,7 +107,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         self._check_optimizer()
         if self.staircase:
             return
-        # Determine the number of steps for each `fit`, because the next one may have other data.
+        # Determine the number of steps for each `fit`, because the next `fit` may have other data.
         self._steps = self.steps_per_epoch or self.params.get("steps") or 0
         if not self._steps:
             raise ValueError(

@@ -25,7 +25,7 @@ from tfposeidon.training import session
 Rate = float | Callable[[float], float]
 """A learning rate, or a function from the fractional epoch to a learning rate."""
 _RETAINED = ("scheme", "momentum", "weight_decay")
-"""Settings that a phase without them takes from the phase before."""
+"""Settings that a phase takes from the previous phase if it omits them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +204,13 @@ class ProgressiveResize(LearningRateSchedule):
         )
 
     def remaining(self, epoch: int = 0) -> list[Phase]:
-        """Returns the remaining phases, including the one in progress.
+        """Returns the remaining phases, including the phase in progress.
 
         Args:
           epoch: Index of the epoch to resume at (default 0), see `Checkpoint.epoch_to_resume`.
 
         Returns:
-          Phases in their order. If training is complete, only the last one: its `fit` then restores
+          Phases in their order. If training is complete, only the last: its `fit` then restores
           the model without training.
         """
         return [phase for phase in self.phases if phase.end_epoch > epoch] or [self.phases[-1]]

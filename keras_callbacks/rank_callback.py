@@ -1,7 +1,7 @@
 """Provides the base class of callbacks that communicate, which detects models without an exchange.
 
-`fit` compares replicas only for communicating optimizers. A script that does not wrap its optimizer
-by mistake may still pass callbacks of this package.
+`fit` compares replicas only for communicating optimizers. A script that by mistake does not wrap
+its optimizer may still pass callbacks of this package.
 """
 
 from __future__ import annotations

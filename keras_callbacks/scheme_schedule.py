@@ -23,8 +23,9 @@ class SchemeSchedule(keras.callbacks.Callback):
     momentum correction restart at zero.
 
     If the first rank that exhausts its input ends the epoch for all ranks, the last exchange of the
-    previous epoch sends the residuals instead, provided that the data or the epoch before show how
-    long that epoch is. Otherwise the change is deferred to the next epoch.
+    previous epoch sends the residuals instead, provided that the length of the previous epoch is
+    known from the data or from the epoch before it. Otherwise the change is deferred to the next
+    epoch.
 
     Every rank needs this callback with the same schedule. Put it before `Checkpoint`, so that a
     resumed run continues with its saved scheme.
@@ -108,8 +109,8 @@ class SchemeSchedule(keras.callbacks.Callback):
         if self._session.was_skipped:
             return
         # If epochs may end early, do not change the scheme within an epoch, because a rank without
-        # data can join only the exchange that it has traced. Instead, the last
-        # exchange in an epoch of the expected length sends the residuals.
+        # data can join only the exchange that it has traced. Instead, the last exchange in an epoch
+        # of the expected length sends the residuals.
         if not self._session.watches_absence:
             self._change_if_flushed()
         elif not (self._is_flushing or self._goes_by(self._epoch + 1)):
@@ -139,7 +140,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
 
 def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
-    """Refuses a callback behind a `Checkpoint` that has resumed.
+    """Refuses a callback that follows a `Checkpoint` in the list, if the `Checkpoint` has resumed.
 
     Args:
       callback: The callback, at the start of training.

@@ -23,7 +23,7 @@ class Throughput(RankCallback):
       It is omitted for models that override `metrics` or do not update Keras's loss tracker.
     - `exposed_communication`: share of the time, in [0, 1], for which steps waited for their
       exchange after the last gradient; mean over ranks. 0 without a communicating optimizer. On
-      GPUs, where ops are queued, it is only an indication.
+      GPUs, where ops are queued, it is only approximate.
     - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; with one exchange
       in several steps, the mean over these steps.
 

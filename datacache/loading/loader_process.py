@@ -34,7 +34,7 @@ END_S = 60.0
 FAILED = -1
 """Value of `turn` in the reply of a loader that cannot start."""
 WATCH_S = 1.0
-"""Seconds between two checks by the loader that its training process still runs."""
+"""Interval in seconds at which the loader checks that its training process still runs."""
 
 Load = Callable[[str, Any], Any]
 ArraySpecs = list[tuple[np.dtype, tuple[int, ...]]]
@@ -164,7 +164,7 @@ class LoaderProcess:
 
 def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
     """Receives requests until `None`; ends the process when its training process has ended."""
-    # Check the parent, because a death signal would be sent when only the starting thread ends.
+    # Poll the parent: a parent-death signal would already come when the starting thread ends.
     request: Any = ()
     try:
         while request is not None:
@@ -174,7 +174,7 @@ def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], train
                     raise EOFError
             request = end.recv()
             if request is None:
-                # Skip requests that are left, so that the loader ends after the current one.
+                # Skip remaining requests, so that the loader ends after the current request.
                 with contextlib.suppress(queue.Empty):
                     while requests.get_nowait():
                         pass

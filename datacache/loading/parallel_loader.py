@@ -1,4 +1,4 @@
-"""Loads batches in parallel: a separate process prepares the next ones during training."""
+"""Loads batches in parallel: a separate process prepares the next batches during training."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Reads a part of a file in one call. Python makes four system calls and releases the GIL at each:
-// of many reading threads, most would wait for the GIL.
+// Reads a part of a file in one call. Python makes four system calls and releases the GIL at each,
+// so that most of many reading threads would wait for the GIL.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>

@@ -27,7 +27,7 @@ REQUEST_SAMPLES = 64
 """Number of samples to request from each other rank at a time. With fewer, the latency of messages
 would dominate."""
 Partitioning = Literal["auto", "replicate", "split"]
-# Numbers in the names of collectives, equal on all ranks, which open caches in the same order.
+# Numbers in names of collectives: equal on all ranks, because they open caches in the same order.
 _cache_numbers = itertools.count()
 
 
@@ -97,7 +97,7 @@ class PartitionedReader(Reader):
 
     @override
     def look_ahead(self, shares: Sequence[np.ndarray]) -> Callable[[int], None]:
-        # Transfer the samples of the next window while the steps of the current one are read.
+        # Transfer the samples of the next window while the steps of the current window are read.
         steps = max(1, -(-REQUEST_SAMPLES * self._topology.size // max(1, len(shares[0]))))
         windows = [shares[begin : begin + steps] for begin in range(0, len(shares), steps)]
         lock, asked = threading.Lock(), 0
@@ -125,7 +125,7 @@ class PartitionedReader(Reader):
         with self._lock:
             # A batch across two epochs may contain a sample twice.
             coming = {n: self._coming.pop(n) for n in self._coming.keys() & indices.tolist()}
-        # Produce this node's samples while the others are transferred.
+        # Produce this node's samples while the other samples are transferred.
         made = self.tiers.fill(indices[~np.isin(indices, list(coming))])
         for sample, future in coming.items():
             arrays = future.result()
@@ -158,7 +158,7 @@ class PartitionedReader(Reader):
         with self._lock:
             new = [sample for sample in elsewhere.tolist() if sample not in self._coming]
             futures = self._exchange.ask(new, list(map(self._owner_rank, new)))
-            # Once the exchange has ended, it returns no futures, and this node makes the samples.
+            # After the exchange has ended, it returns no futures, and this node produces samples.
             self._coming |= dict(zip(new, futures, strict=False))
 
     def _owner_rank(self, sample: int) -> int:

@@ -23,7 +23,7 @@ MOST_BYTES = 2**31 - 1
 Bytes = list[int]
 """Numbers of bytes to send to each rank, or to receive from each rank."""
 IDLE_S = 0.05
-"""Seconds that an idle rank waits for requests before it joins the collectives of the others."""
+"""Seconds that an idle rank waits for requests before it joins the collectives of other ranks."""
 
 
 class _Request(NamedTuple):

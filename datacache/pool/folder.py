@@ -1,7 +1,7 @@
 """Creates, opens and removes the files of stores.
 
 A store is one file in a folder of its own. The first line of the file is a header, which describes
-the sections after it and is checked before they are mapped. The first process creates the store,
+the sections after it and is checked before the file is mapped. The first process creates the store,
 and `remove` deletes a store only while no process has it open.
 """
 
@@ -40,7 +40,7 @@ FORMAT = 5
 STORE, UNFINISHED = "datacache.store", "datacache.part"
 FILES = {STORE, UNFINISHED}
 IN_USE = 2**62
-"""Byte that each process locks while it has a store open; no byte of a sample has this index."""
+"""Byte that each process locks while it has a store open; claims lock bytes of lower indices."""
 MOST_HEADER_BYTES = 2**24
 """Largest number of bytes to read as the header: a damaged file may have no line break."""
 
@@ -71,7 +71,7 @@ class StoreFile(Owner):
 
     A shared lock marks the file as open; the kernel releases it when the process ends in any way.
     While a process creates, opens or removes a store, it holds an exclusive lock on the folder. If
-    `is_only_user` is true, no other process had the store open, so no operation is in progress.
+    `is_only_user` is true, no other process had the store open, so no other process was filling it.
     `content` is the mapped file, and `sections` are parts of it by name, all `[bytes]` uint8.
     """
 
@@ -83,8 +83,8 @@ class StoreFile(Owner):
             self.file = opened.enter_context(open_store(directory))
             self.spec, header_bytes = read_header(self.file, folder)
             self.is_only_user = not is_byte_locked(self.file, IN_USE)
-            # Do not use `flock`, which network file systems emulate by a lock of all bytes that
-            # would exclude the locks of samples.
+            # Do not use `flock`, which network file systems emulate by a lock of all bytes, because
+            # this lock would exclude the locks of samples.
             lock_byte(self.file, IN_USE, shared=True)
             # Record when the store was last opened, because reading a mapping changes no times.
             os.utime(directory.fileno())

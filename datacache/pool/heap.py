@@ -21,7 +21,7 @@ class Heap:
     """The heap of a store, to which packed samples are appended.
 
     The space of a sample that was corrupted is free again once the store is cleared. A killed
-    process leaves nothing to repair: the next sample takes the bytes of the unfinished one.
+    process leaves nothing to repair: the next sample overwrites the unfinished sample.
     """
 
     def __init__(self, file: StoreFile) -> None:
@@ -84,7 +84,7 @@ class Heap:
 
 
 def _end(places: np.ndarray, capacity: int) -> int:
-    """Returns the end of the last of these samples, without those that are out of bounds."""
+    """Returns the largest end of samples; ignores samples that are out of bounds."""
     offsets, lengths = places.T
     # Do not compare `offsets + lengths`, which could overflow.
     inside = (

@@ -63,7 +63,7 @@ class Pool(Owner):
 
     def prepare(self) -> None:
         """Starts a thread that creates the page tables of a full store in memory."""
-        # A page fault at the first access to each page of a full store would nearly double the time
+        # Page faults at the first access to each page of a full store would nearly double the time
         # of the first epoch.
         if self.filled == self.slots and is_memory(os.fstat(self._file.file.fileno()).st_dev):
             # Leave out the heap, which may have holes.
@@ -121,7 +121,7 @@ class Pool(Owner):
         return checksums
 
     def _checksums(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns checksums of samples, `[n]` uint32, and which lie inside the heap, `[n]` bool."""
+        """Returns samples' checksums, `[n]` uint32, and which samples are in bounds, `[n]` bool."""
         checksums, inside = self._index_checksums[indices], np.ones(len(indices), bool)
         for column in self._columns:
             gather(column, indices, None, checksums)

@@ -168,7 +168,7 @@ class Layout:
         return sum(column.nbytes for column in self._columns)
 
     def offsets(self, samples: int) -> list[int]:
-        """Returns the offset of each column, and the end of the last one, in bytes."""
+        """Returns the offset of each column, and the end of the last column, in bytes."""
         sizes = [aligned(samples * column.nbytes) for column in self._columns]
         return list(itertools.accumulate(sizes, initial=0))
 
@@ -187,7 +187,7 @@ class Layout:
 
     def check(self, sample: Sequence[Any], name: Callable[[int], str], number: int) -> Arrays:
         """Returns a sample's components as arrays; raises `ValueError` for another layout."""
-        # Do not convert every sample, because converting a small one takes as long as copying it.
+        # Do not convert every sample: converting a small sample takes as long as copying it.
         arrays = list(sample if self.matches(sample) else map(as_array, sample))
         if not self.matches(arrays):
             raise ValueError(
@@ -287,7 +287,7 @@ class SampleShard:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """Immutable description of a store; `source` is the user's name of the source.
+    """Immutable description of a store; `source` describes the source to users.
 
     `heap_bytes` is the capacity for samples that differ in size.
     """

@@ -163,7 +163,7 @@ def from_folder(
 
 
 def _entries(path: str | Path) -> list[os.DirEntry[str]]:
-    """Returns the entries of a folder without hidden ones and `lost+found`, which is not data."""
+    """Returns a folder's entries without hidden entries and `lost+found`, which is not data."""
     with os.scandir(path) as entries:
         return [one for one in entries if one.name[0] != "." and one.name != "lost+found"]
 

@@ -62,7 +62,7 @@ class StreamSource(Source, Protocol):
     """Source that only supports sequential reads."""
 
     def stream(self) -> Iterator[list[np.ndarray]]:
-        """Yields the components of all stored samples, in order from the first one."""
+        """Yields the components of all stored samples, in order, from the first sample."""
 
 
 def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[np.ndarray]:
@@ -82,7 +82,7 @@ def stored_components(source: Source, sample: int, read: Sequence[Any]) -> list[
 def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
     wanted, is_text = _numpy_type(spec.dtype)
     dtype = getattr(value, "dtype", None)
-    # Do not convert values of this type, such as the contents of a file, which are one text.
+    # Do not convert values that have the type already, such as the contents of a file.
     if dtype == wanted and (not is_text or (value.ndim == 0 and isinstance(value.item(), bytes))):
         return value
     # Refuse NumPy's `S` dtype, because it strips trailing null bytes.
@@ -107,7 +107,7 @@ def _stored(value: Any, spec: Any, source: Source, sample: int) -> np.ndarray:
 
 @functools.cache
 def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
-    """Returns NumPy's dtype for a dtype of TensorFlow, and whether it is of texts."""
+    """Returns NumPy's dtype for a dtype of TensorFlow, and whether it is the dtype of texts."""
     # The result is cached, because TensorFlow's conversion takes as long as reading a small sample.
     return np.dtype(dtype.as_numpy_dtype), dtype.name == "string"
 

@@ -121,7 +121,7 @@ def _open_if_room(
 
 def _first_sample(make: Preprocessing, stored: Tier, stream: Stream | None) -> Arrays:
     """Returns the first sample, preprocessed."""
-    # Bypass a store above a stream, which would read the whole stream first.
+    # Bypass a store above a stream, because the store would read the whole stream first.
     if stream:
         _, components = next(stream({0}))
     else:
@@ -157,7 +157,7 @@ def _stored_layout(source: Source) -> Layout:
 
 def _forget_interrupted(last: SourceTier, pools: list[Pool]) -> None:
     """Clears stores, lowest first, if filling the lowest from a stream was interrupted."""
-    # Filling reads the stream from its start in any case, and its order may have changed.
+    # Filling reads the stream from its start in any case, and the order may have changed.
     if last.stream and pools and pools[0].is_only_user and 0 < pools[0].filled < pools[0].slots:
         for pool in pools:
             pool.clear()

@@ -1,4 +1,4 @@
-"""Traces the function that computes a cached sample from a stored one, and digests its graph."""
+"""Traces the function that computes a cached sample from a stored sample, and digests its graph."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Names = Sequence[str]
 
 
 class Preprocessing:
-    """Computes cached samples from stored ones, with a function traced as by `tf.data.Dataset.map`.
+    """Computes cached samples from stored samples; traces the function like `tf.data.Dataset.map`.
 
     `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is a digest of the
     graph and of all captured constants.
@@ -156,7 +156,7 @@ def _outputs_digest(
         if name in by_name and name not in known:
             node = by_name[name]
             # Skip attributes with an underscore, which are TensorFlow's annotations, and the token
-            # of a Python function, which is a counter of its process.
+            # of a Python function, which differs between processes.
             counted = node.op in pipelines.PYTHON_OPS
             attributes = {
                 key: _attribute_digest(value, bodies, within)

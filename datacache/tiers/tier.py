@@ -78,7 +78,7 @@ class SourceTier(Tier):
         try:
             read = self._readers.map(self._read_some, tasks)
         except RuntimeError:
-            # The pool accepts no work while Python exits, but other ranks may request samples.
+            # The thread pool accepts no work while Python exits, but other ranks may need samples.
             read = map(self._read_some, tasks)
         return [arrays for some in read for arrays in some]
 
@@ -233,7 +233,7 @@ class StoreTier(Tier):
         for window in windows(indices):
             made, kept = self._fill(window)
             self.counts.add(unkept=len(window) - len(kept))
-            # Read accepted samples from the store, because a large fill would hold them twice.
+            # Return no accepted samples, because a large fill would then hold them twice.
             untaken |= {sample: arrays for sample, arrays in made.items() if sample not in kept}
         return untaken
 
@@ -353,7 +353,7 @@ class StoreTier(Tier):
                         if missing < len(kept):
                             # Clear samples of an earlier pass, which may have had another order.
                             pool.clear()
-                        # Read it again if another process has cleared the store in the meantime.
+                        # Read the stream again if another process has cleared the store meanwhile.
                         if False in {pool.put(*one) for one in stream(set(kept.tolist()))}:
                             return
             time.sleep(POLL_S)

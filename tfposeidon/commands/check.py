@@ -104,7 +104,7 @@ def version_of(name: str) -> str | None:
 
 def peer_rows() -> Iterator[tuple[str, str]]:
     """Yields table rows about the platforms whose variables are set, and about the job's token."""
-    # Import these modules here for the reason in `main`.
+    # Import these modules here, for the reason that `main` states.
     import_tensorflow()
     from tfposeidon.communication import launcher
 
@@ -115,7 +115,7 @@ def peer_rows() -> Iterator[tuple[str, str]]:
         if found:
             yield "other sources", found
     elif found:
-        # Yield this row first, because the token may be invalid: `main` must show it all the same.
+        # Yield this row first: `main` must show it even if the token is invalid.
         yield "peers by", found
         secret = (
             f"requests carry a key from {sources.TOKEN}"
@@ -146,7 +146,7 @@ def horovod_build(ranks_here: int) -> list[tuple[str, str]]:
 
 
 def _require_averages() -> None:
-    """Averages a vector with every scheme; raises `InstallError` on all ranks if any is wrong."""
+    """Averages a vector with every scheme; raises `InstallError` on all ranks for a wrong mean."""
     import tensorflow as tf
 
     from tfposeidon.communication import runtime
@@ -203,7 +203,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about GPUs; TensorFlow must be loaded, and `gpus` is how many it sees."""
+    """Returns table rows about GPUs; requires a loaded TensorFlow, which sees `gpus` GPUs."""
     tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
     if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]
@@ -257,7 +257,7 @@ def _nccl() -> str:
     used, built_for = (
         f"{code // 10000}.{code % 10000 // 100}.{code % 100}" for code in (number.value, built)
     )
-    # NVIDIA does not guarantee that an older NCCL works, but one passed all tests on an H200.
+    # NVIDIA does not guarantee that an older NCCL works, but all tests passed with one on an H200.
     older = f"; if collectives fail: pip install 'nvidia-nccl-cu12>={built_for}'"
     return f"{used}, Horovod for {built_for}{older if built > number.value else ''}"
 

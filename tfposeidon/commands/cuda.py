@@ -61,7 +61,7 @@ class Nccl:
 
     @property
     def rpath(self) -> str:
-        """Folder of the library for the loader, relative to Horovod if NCCL is in site-packages."""
+        """Library folder for the loader, relative to Horovod if NCCL is in site-packages."""
         if Path(sysconfig.get_path("purelib")) in self.library.parents:
             # $ORIGIN is site-packages/horovod/tensorflow, so the wheel works in any environment.
             return "$ORIGIN/../../nvidia/nccl/lib"
@@ -142,7 +142,7 @@ def _problem_with(toolkit: Toolkit) -> str | None:
 
 
 def problem_with_driver(built_for: str) -> str | None:
-    """Returns an error message, or `None` if the driver supports this CUDA or none is loaded."""
+    """Returns an error message, or `None` if the driver supports this CUDA or is not loaded."""
     driver, major = driver_version(), int(built_for.partition(".")[0])
     if driver is None or driver[0] >= major:
         return None

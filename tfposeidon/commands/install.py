@@ -1,10 +1,10 @@
 """Installs the dependencies of tfposeidon: TensorFlow, and a patched Horovod.
 
-Without patches, Horovod 0.28.1, its last release, neither compiles against TensorFlow 2.16 or later
-nor connects several hosts over Gloo. `python -m tfposeidon install` downloads its source, applies
-the patches in `corrections`, builds a wheel and stores it in a per-user cache, so that the next
-installation on this machine takes seconds. `versions` lists the supported releases of Python and
-TensorFlow.
+Without patches, the last release of Horovod, 0.28.1, neither compiles against TensorFlow 2.16 or
+later nor connects several hosts over Gloo. `python -m tfposeidon install` downloads its source,
+applies the patches in `corrections`, builds a wheel and stores it in a per-user cache, so that the
+next installation on this machine takes seconds. `versions` lists the supported releases of Python
+and TensorFlow.
 
 This module imports only the standard library, because it runs before any dependency is installed.
 """
@@ -115,7 +115,7 @@ def cache_key(with_cuda: bool) -> str:
         repr([(c.file, c.wrong, c.right) for c in CORRECTIONS]),
     ]
     if os.environ.get("HOROVOD_WITH_MPI") == "1":
-        # The printed flags name the MPI libraries, which differ between Open MPI, MPICH and
+        # The printed flags name the MPI libraries, which differ between Open MPI, MPICH and their
         # releases.
         parts.append(_printed_by("mpicxx", "-show"))
     if with_cuda:

@@ -2,8 +2,8 @@
 
 Think of each worker and the server as a pair with its own communicator. A call is an all-reduce of
 one number that identifies the next operation. The server always waits for calls, and reads the
-global weights only after a call, so a worker can call at any time. The server adds to the number
-the request that was current when the server began to wait.
+global weights only after a call, so a worker can call at any time. The server's summand encodes the
+request that was current when the server began to wait.
 
 Collectives run eagerly in this module, so Horovod matches them by their order, which is fixed: a
 worker calls sequentially, and the server has one thread per worker. The collectives use none of
@@ -25,7 +25,7 @@ from tfposeidon.communication.wire import Wire
 _KINDS = 16
 # The server adds a request times this value, which is larger than any encoded call.
 _REQUESTS = 2**32
-# Maximum seconds between two calls of a worker; a short stall limit reduces the time.
+# Maximum seconds between two calls of a worker; a short stall limit reduces this interval.
 _MAX_SILENCE_S = 7.5
 # A worker that waits for its release calls the server at this interval.
 _QUERY_INTERVAL_S = 0.1
@@ -36,7 +36,7 @@ class Call(enum.IntEnum):
 
     # Prevents Horovod from reporting a stall while a worker is slow.
     ALIVE = 1
-    # An exchange with a center follows, to which both sides contribute.
+    # A sum all-reduce of the worker's weights and the negated center follows.
     SWAP = 2
     EPOCH = 3
     ENDED = 4
@@ -51,11 +51,11 @@ class Call(enum.IntEnum):
 
 
 class Request(enum.IntEnum):
-    """Requests of the server to all workers, in the order of a training."""
+    """Requests of the server to all workers, in the order in which they occur."""
 
     TRAIN = 0
     STOP = 1
-    # All workers have ended, and each may leave.
+    # All workers have ended training, and each may leave.
     LEAVE = 2
 
 
@@ -104,7 +104,7 @@ class Worker:
         threading.Thread(target=self._keep_alive, daemon=True, name="tfposeidon-alive").start()
 
     def _keep_alive(self) -> None:
-        # If the job is ending, the next exchange raises the reason.
+        # If the job is ending, the next exchange raises the error.
         with contextlib.suppress(tf.errors.OpError):
             while not self._quits.wait(self._silence_s):
                 with self._lock:

@@ -54,7 +54,7 @@ def run(original: Any, call: inspect.BoundArguments) -> Any:
 def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
     arguments = call.arguments
     worker = _Worker(arguments)
-    # `end` is first in the list, so that other callbacks see the global weights at the end.
+    # `end` is first in the list, so that other callbacks see the global weights when training ends.
     # `worker` is last, so that it starts after the server's callbacks have restored a run.
     end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: worker.end())
     callbacks = [c for c in arguments["callbacks"] if not acts_at_server(c)]
@@ -68,7 +68,7 @@ def _run_worker(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 class _Worker(keras.callbacks.Callback):
-    """Callback that starts a worker from the server's weights and epoch, and reports its epochs."""
+    """Callback that starts a worker with the server's weights and epoch, and reports epoch ends."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class _Serving:
 
     def _validates(self, ended: range, is_first: bool) -> bool:
         every = self._arguments["validation_freq"]
-        # As in Keras, any value is valid without validation data.
+        # As in Keras, any `validation_freq` is valid without validation data.
         if self._arguments["validation_data"] is None:
             return False
         # Validate in the first epoch, because `CSVLogger` takes its columns from these logs.
@@ -223,12 +223,12 @@ class _Serving:
 
 
 def acts_at_server(callback: Any) -> bool:
-    """Returns whether a callback runs on the server only, such as one with `acts_at_server`."""
+    """Returns whether a callback runs on the server only, by its class or by `acts_at_server`."""
     return isinstance(callback, _AT_SERVER) or getattr(callback, "acts_at_server", False)
 
 
 def check_callback(callback: Any) -> None:
-    """Refuses callbacks that need steps or rates on the server, or stop only one worker."""
+    """Refuses callbacks that need steps or learning rates on the server, or stop one worker."""
     name = type(callback).__name__
     if isinstance(callback, keras.callbacks.ReduceLROnPlateau):
         raise ValueError(

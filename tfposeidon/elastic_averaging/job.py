@@ -147,7 +147,7 @@ def start_worker(optimizers: Sequence[Any]) -> Worker:
 def serving(
     optimizers: Sequence[Any], savers: Sequence[Callable[[], Any]], without: str
 ) -> Iterator[Server]:
-    """Starts the server with the variables' values; finally, workers receive the new values.
+    """Runs a server that starts with the variables' values; on exit, workers get the new values.
 
     See `saved_at_failure` for the other arguments.
     """
@@ -256,7 +256,7 @@ def saved_at_failure(
     """Saves the global weights before an error or the launcher ends the server.
 
     `show` assigns the global weights to the server's variables, and each of `savers` saves the
-    variables. `without` is the log's text for an empty list of savers.
+    variables. `without` is the text to log if `savers` is empty.
     """
     # If one rank has failed, launchers end all ranks by SIGTERM, and by SIGKILL seconds later.
     # Python installs signal handlers in the main thread only.
@@ -271,7 +271,7 @@ def saved_at_failure(
             failure.report_signal("SIGTERM")
         # If the script continues, workers must not train without a server.
         server.is_silent = True
-        # Build a list, so that each saver runs even if an earlier one fails.
+        # Build a list, so that each saver runs: `any` would stop a generator at the first success.
         done = [_succeeds(save) for save in savers] if _succeeds(show) else []
         if any(done):
             without = "the server has saved the global weights"
@@ -293,7 +293,7 @@ def _succeeds(call: Callable[[], Any]) -> bool:
     try:
         call()
     except Exception:
-        # The error that ends the job must be the last one in the log.
+        # The error that ends the job must be the last error in the log.
         name = getattr(call, "__qualname__", call)
         log.exception("tfposeidon: %s could not save the global weights.", name)
         return False

@@ -1,6 +1,6 @@
 """Provides `ElasticAveraging`: workers exchange weights with a server, each at its own pace.
 
-Think of a Keras optimizer around an inner optimizer: each step updates a worker's weights. Once in
+Think of a Keras optimizer around an inner optimizer: each step updates a worker's weights. Every
 `sync_every` steps, the worker's weights and the server's global weights move toward each other.
 """
 
@@ -40,7 +40,7 @@ _BETA = 0.9
 class ElasticAveraging(CommunicatingOptimizer):
     """Optimizer for asynchronous workers that exchange weights with a server (EASGD).
 
-    Once in `sync_every` steps, a worker exchanges its weights `x` with the server's global weights
+    Every `sync_every` steps, a worker exchanges its weights `x` with the server's global weights
     `c` (the center): the worker adds `-alpha (x - c)`, and the server adds `server_alpha (x - c)`.
     Workers do not wait for each other. One rank is the server and does not train: call
     `tfposeidon.init(server_rank=0)` first. All ranks run the same script. On the server, `fit`
@@ -63,8 +63,8 @@ class ElasticAveraging(CommunicatingOptimizer):
     Raises:
       TypeError: For unknown arguments.
       ValueError: If an argument is out of its range, if the inner optimizer averages weights
-        (`use_ema`), under `tf.distribute`, or with another Keras backend than TensorFlow. In `fit`,
-        in a job of one rank, or without a server.
+        (`use_ema`), under `tf.distribute`, or with another Keras backend than TensorFlow. `fit`
+        also raises it in a job of one rank, or without a server.
 
     Cost: an exchange sends weights and averaged statistics once in each direction, as float32. At
     the end of an epoch, a worker sends the inner optimizer's state to the server. The server stores
@@ -161,7 +161,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def alpha(self) -> float:
-        """Share of its difference from the global weights that a worker subtracts in an exchange.
+        """Share of `x - c` that a worker subtracts from its weights `x` in an exchange.
 
         Raises:
           RuntimeError: If the share depends on the number of workers, and the job has not started.
@@ -173,7 +173,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def server_alpha(self) -> float:
-        """Share of a worker's difference from the global weights that the server adds to them.
+        """Share of `x - c` that the server adds to the global weights `c` in an exchange.
 
         Raises:
           RuntimeError: If the share depends on the number of workers, and the job has not started.
@@ -239,7 +239,7 @@ class ElasticAveraging(CommunicatingOptimizer):
                 "the server. Train with fit, or within ElasticAveraging.run on all ranks."
             )
         self.updater.apply(with_merged_rows(grads), variables)
-        # Count calls instead of updates, because a loss scale skips updates.
+        # Count calls instead of updates, because loss scaling may skip updates.
         self._since.assign_add(1)
         tf.cond(self._since >= self._every, self._exchange_now, lambda: None)
 
@@ -295,16 +295,16 @@ class ElasticAveraging(CommunicatingOptimizer):
         models: Sequence[keras.Model] = (),
         on_failure: Callable[[], Any] | None = None,
     ) -> None:
-        """Trains with a custom loop: workers call `train`, and the server answers their calls.
+        """Trains with a custom loop: workers run `train` and exchange weights with the server.
 
-        All ranks must call `run` together, and start with the server's weights. Afterwards, all
+        All ranks must call `run` together. They start with the server's weights. Afterwards, all
         ranks hold the final global weights. To evaluate or save the global weights in between, call
         `run` once per epoch; workers then wait for each other at the end of each call.
 
         Args:
           train: Function without arguments that runs a worker's steps.
           others: Further optimizers with steps in `train`, as for a GAN's generator.
-          models: Models whose layer statistics, as of batch normalization, are part of the global
+          models: Models whose layer statistics, such as moving means, are part of the global
             weights. Statistics of other models are local to each rank.
           on_failure: Function without arguments, such as one that saves the models. The server
             calls it with the global weights in the variables if a worker is lost, if the server
@@ -382,7 +382,7 @@ class ElasticAveraging(CommunicatingOptimizer):
 
     @property
     def sent_variables(self) -> list[Any]:
-        """Optimizer state, rates, which callbacks may set, and the counter for bias correction."""
+        """Optimizer state, learning rates and the step counter, which bias correction uses."""
         # All are sent as float32, in which the counter is exact up to 2**24 steps.
         inner = self.inner_optimizer
         return [*slots(inner), *rates(inner), step_counter(inner)]
@@ -409,7 +409,7 @@ class ElasticAveraging(CommunicatingOptimizer):
             self._exchange_now()
 
     def send_state(self) -> None:
-        """Sends the optimizer state to the server if steps have changed it since the last time."""
+        """Sends the optimizer state to the server if steps changed it since the last transfer."""
         state, steps = pack(self.sent_variables), int(step_counter(self.inner_optimizer).numpy())
         # Non-finite values would persist in the server's average.
         if steps != self._sent_steps and tf.reduce_all(tf.math.is_finite(state)):
@@ -417,7 +417,7 @@ class ElasticAveraging(CommunicatingOptimizer):
             self._sent_steps = steps
 
     def take_all(self) -> None:
-        """Assigns the server's global weights and optimizer state."""
+        """Assigns the server's global weights and optimizer state to this worker's variables."""
         values, state = tf.py_function(
             lambda: self._link().take(self._number), [], [tf.float32, tf.float32]
         )

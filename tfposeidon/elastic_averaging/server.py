@@ -107,7 +107,7 @@ class Server:
     ) -> None:
         self.served = served
         self.progress = {rank: Progress() for rank in wires}
-        # Each worker receives a new request by its second call.
+        # A worker receives a new request with its second call at the latest.
         self.request = Request.TRAIN
         # Set to True after an error to answer no more calls, so that Horovod ends the job.
         self.is_silent = False
@@ -126,7 +126,7 @@ class Server:
             ).start()
 
     def release(self) -> None:
-        """Releases all workers, and waits until they have left; raises an error of a thread."""
+        """Releases all workers, and waits until they have left; raises the error of any thread."""
         self.request = Request.LEAVE
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._all("has_left"))

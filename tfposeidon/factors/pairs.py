@@ -54,7 +54,7 @@ class FactorShape:
 
     @property
     def left_columns(self) -> int:
-        """Number of values sent per left row: M, or the number that a 32-bit index occupies."""
+        """Number of values sent per left row: M, or as many as a 32-bit index occupies."""
         return max(1, 4 // self.itemsize) if self.indexed else self.left
 
     @property
@@ -186,7 +186,7 @@ class FactorPair:
     def weighted(self, weight: tf.Tensor) -> FactorPair:
         """Returns factors with a scaled product and the same local term; `weight` is the scale."""
         # Multiply by 0 or 1 first, because gradients of empty batches may be NaN, and here 0 times
-        # NaN is 0. Indices need no change, because the values that belong to them become zeros.
+        # NaN is 0. Indices need no change, because the corresponding values become zeros.
         left, right = (
             tf.math.multiply_no_nan(tensor, tf.cast(tf.sign(weight), tensor.dtype))
             if tensor.dtype.is_floating
@@ -220,7 +220,7 @@ class Rows(FactorPair):
     @property
     @override
     def packed(self) -> tf.Tensor:
-        """Message of indices, bit-cast to the dtype of values, and the summed values of each."""
+        """Message of indices, bit-cast to the values' dtype, and the sum of values per index."""
         rows = merge_rows(tf.IndexedSlices(self.right, self.left))
         # The bits are preserved, because these columns are only moved and never used in arithmetic.
         bits = tf.bitcast(tf.cast(rows.indices, _index_dtype(self.right.dtype)), self.right.dtype)
@@ -248,7 +248,7 @@ def rows_of(gradient: tf.IndexedSlices, shape: Sequence[int]) -> Rows:
 
 
 def as_product(gradient: Any, like: FactorShape) -> FactorPair:
-    """Returns a matrix as a product, for a rank whose peers expect rows or factors."""
+    """Converts a gradient to a product with a unit matrix, if other ranks expect factors."""
     matrix = tf.cast(tf.convert_to_tensor(gradient), like.dtype)
     matrix = tf.reshape(matrix, [like.left, like.right])
     if like.indexed:

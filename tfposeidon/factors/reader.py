@@ -3,8 +3,8 @@
 If a kernel is multiplied with K rows, its gradient is `left^T right`, where `left` is K x M and
 `right` is K x N. In graph mode, the gradient refers to the op that computes this product, and the
 inputs of the op are the factors. TensorFlow prunes the op if it has no other use. Gradients are
-sent dense if their factors are uncertain. A gradient is sent as factors only if all ranks find
-factors of equal shape, and later traces must follow that agreement.
+sent as dense tensors if their factors are uncertain. A gradient is sent as factors only if all
+ranks find factors of equal shape, and later traces must follow that agreement.
 
 Source: Zhang et al. 2017 (Poseidon), section 2.1.
 """
@@ -190,7 +190,7 @@ def _constants_of_replicated(tensors: Sequence[tf.Tensor], replicated: Collectio
 
 def _captured(tensor: tf.Tensor) -> Any:
     """Returns the tensor that a function's input captures, resolved through nested functions."""
-    # An eager tensor is outside of all functions, and raises on access to `op`.
+    # An eager tensor is outside of all functions, and access to its `op` raises an error.
     if isinstance(tensor, tf.__internal__.EagerTensor) or tensor.op.type != "Placeholder":
         return tensor
     captures = getattr(tensor.graph, "captures", ())
@@ -207,7 +207,7 @@ class FactorReader:
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Found]:
-        """Returns the shape of each gradient's factors, or why it has none, as values for JSON."""
+        """Returns the shape of each gradient's factors, or the reason for none, as JSON values."""
         pairs = zip(gradients, descriptions, strict=True)
         found = [_factors_or_reason(g, d, replicated) for g, d in pairs]
         return [
@@ -271,7 +271,7 @@ class FactorReader:
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> tf.Tensor:
-        """Returns the number of batch rows of each gradient, even of dense ones; `[variables]`."""
+        """Returns each gradient's number of batch rows, even if it is sent dense; `[variables]`."""
         found = [
             "" if g is None or not d.structure else _factors_or_reason(g, d, replicated)
             for g, d in zip(gradients, descriptions, strict=True)

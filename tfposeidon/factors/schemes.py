@@ -240,10 +240,10 @@ class HybComm(Policy):
         row, _ = best_scheme_values(factors.left_columns, factors.right, 1, nodes)
         _, matrix = best_scheme_values(factors.left, factors.right, 1, nodes)
         row_bytes, matrix_bytes = row * factors.itemsize, matrix * description.itemsize
-        # Algorithm 1 compares bytes for a given number of rows. Solve it for the number of rows, to
-        # get a limit for every step. A single rank sends nothing with either scheme.
+        # Algorithm 1 compares bytes for a given number of rows. Solve its inequality for the number
+        # of rows, to get a limit for every step. A single rank sends nothing with either scheme.
         most_rows = matrix_bytes / row_bytes if row_bytes else 0.0
-        # Up to this limit, sums in the node do not send fewer bytes than factors.
+        # Up to the limit below, sums in the node do not send fewer bytes than factors.
         few = Factors(sums_in_node=False)
         limit = int(most_rows * topology.size / ranks_per_node)
         by_rows = ByRows(few=few, many=ParameterServer(), limit=limit)

@@ -1,10 +1,11 @@
 """Takes a rank's share of a `tf.data.Dataset`: slices it, and applies the later steps to the slice.
 
-Think of a pipeline as a chain of steps that begins with a source. A share is exact only where the
-order of elements is equal on all ranks, which is before the first shuffle. TensorFlow's own
-sharding by data slices after the last step, and therefore after the shuffle. `share_of` slices
-after the last step that depends on the position or number of elements (`take`, `zip`), and applies
-the later steps to the slice, with the same functions, seeds and resources.
+Think of a pipeline as a chain of steps that begins with a source. A share is exact only if it is
+taken where the order of elements is equal on all ranks, which is before the first shuffle.
+TensorFlow's auto-sharding (policy DATA) slices after the last step, and therefore after the
+shuffle. `share_of` slices after the last step that depends on the position or number of elements
+(`take`, `zip`), and applies the later steps to the slice, with the same functions, seeds and
+resources.
 
 This module uses private attributes, because TensorFlow has no public API for the ops, functions and
 inputs of datasets.
@@ -52,7 +53,7 @@ _BY_POSITION = {
 }
 # Results of these steps may differ between ranks if their function calls Python.
 _WITH_FUNCTION = {"Map", "ParallelMap", "Filter"}
-# In a function, or in a dataset with hidden steps, these ops may have another order on each rank.
+# In a function, or in a dataset with hidden steps, these ops may yield another order on each rank.
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 
 
@@ -168,7 +169,8 @@ def groups(step: tf.data.Dataset) -> bool:
 def _position(steps: list[tf.data.Dataset], size: int) -> int:
     """Returns the index of the step after which the slice is exact."""
     end = first_random(steps)
-    # Other steps depend on the positions or the number of all elements, so slice after them.
+    # Steps that are not applicable depend on positions or on the number of all elements, so slice
+    # after them.
     whole = [i for i, step in enumerate(steps) if i and _step_kind(step) not in _APPLICABLE]
     start = whole[-1] if whole else 0
     if start >= end:
@@ -204,7 +206,7 @@ def is_share(dataset: tf.data.Dataset) -> bool:
 
 
 def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> int:
-    """Returns the index of the first step with equal shares, or with `size` files to read."""
+    """Returns the index of the first step after which shares are equal, in elements or in files."""
     position = start
     for index in range(start + 1, end):
         if groups(steps[index]):

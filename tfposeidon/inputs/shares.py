@@ -25,28 +25,28 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
     sample, or by one batch if `data` yields batches. If some ranks have one batch more than others,
     the others take part in this step without samples. `batch_size` is the batch size of a rank.
 
-    A `tf.data.Dataset` is shared before its first shuffle, `batch` or `repeat`. If its source is a
+    A `tf.data.Dataset` is sharded before its first shuffle, `batch` or `repeat`. If its source is a
     list of files, at least one for each rank, each rank reads every `size`-th file, and shares
-    differ by the sizes of files. Otherwise each rank takes every `size`-th sample, and also reads
-    what `filter`, `interleave` and similar steps need for the samples of the other ranks.
+    differ by the sizes of files. Otherwise each rank takes every `size`-th sample, and also runs
+    `filter`, `interleave` and similar steps for the samples of the other ranks.
 
     Args:
       data: An array; a dictionary, tuple or list of arrays with the same first axis, where `None`
-        stays `None`; a pandas frame or series; a `keras.utils.PyDataset`, which is shared by
+        stays `None`; a pandas frame or series; a `keras.utils.PyDataset`, which is sharded by
         batches and must not reorder its samples differently on each rank; an iterator, such as a
-        generator, which is shared by items; or a `tf.data.Dataset`.
+        generator, which is sharded by items; or a `tf.data.Dataset`.
       rank: Index of the share, from 0; by default this rank's index among the ranks that train.
       size: Number of shares; by default the number of ranks that train.
 
     Returns:
-      Data of the same kind: views of NumPy arrays, slices of tensors and frames, and objects that
-      read other shares lazily. The server of `init(server_rank=...)` receives `data` itself, and
-      does not train with it.
+      Data of the same kind: views of NumPy arrays, slices of tensors and frames, and for other data
+      objects that read the share lazily. The server of `init(server_rank=...)` receives `data`
+      itself, and does not train with it.
 
     Raises:
       TypeError: If `data` is of another kind.
-      ValueError: If arrays differ in their first axis, if the order of a `tf.data.Dataset` differs
-        between ranks at every step, or if only one of `rank` and `size` is given.
+      ValueError: If arrays differ in their first axis, if a `tf.data.Dataset` is already sharded or
+        has no step with equal order on all ranks, or if only one of `rank` and `size` is given.
 
     Example:
       >>> import numpy as np, tfposeidon as tp
@@ -103,7 +103,7 @@ def _rows(data: Any, rows: slice) -> Any:
 
 
 class _ShareOfBatches(keras.utils.PyDataset):
-    """`PyDataset` with every `size`-th batch of another one, and the same worker settings."""
+    """`PyDataset` with every `size`-th batch of another `PyDataset`, and its worker settings."""
 
     def __init__(self, data: keras.utils.PyDataset, rank: int, size: int) -> None:
         super().__init__(data.workers, data.use_multiprocessing, data.max_queue_size)

@@ -4,6 +4,6 @@
 the `network`, starts the ranks and writes the report. When the last process ends, the kernel
 removes the namespaces and links.
 
-`architectures` and `accelerator` make Keras models that take as long per step as the papers' models
-without using the CPU. `demo` compares schemes on one of them.
+`architectures` and `accelerator` make Keras models that wait for the step times of the papers'
+models instead of computing. `demo` compares schemes on one of them.
 """

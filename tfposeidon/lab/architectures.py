@@ -32,13 +32,14 @@ class Layer:
     >>> layer.name, layer.kernel, layer.parameters
     ('dense3', (4096, 1000), 4097000)
 
-    `kernel` is (height, width, channels in per group, channels out) for a convolution, and (in,
-    out) for a dense layer or embedding. `vector_count` is the number of other parameters with one
-    value per output: the bias, or the parameters of the following normalization. `flops` is the
-    number of floating-point operations of the convolutions and matrix products in the forward pass
-    of one sample; a multiply-add counts as 2. `rows` is the number of rows per sample in both
-    operands of the matrix product that computes the kernel's gradient: 1 for a dense layer, or the
-    sequence length if the layer is applied to a sequence; 0 for convolutions and embeddings.
+    `kernel` is (height, width, input channels per group, output channels) for a convolution, and
+    (inputs, outputs) for a dense layer or embedding. `vector_count` is the number of parameter
+    vectors with one value per output: the bias, or the vectors of the normalization that follows.
+    `flops` is the number of floating-point operations of the convolutions and matrix products in
+    the forward pass of one sample; a multiply-add counts as 2. `rows` is the number of rows per
+    sample in both operands of the matrix product that computes the kernel's gradient: 1 for a dense
+    layer, or the sequence length if the layer is applied to a sequence; 0 for convolutions and
+    embeddings.
     """
 
     name: str
@@ -136,8 +137,8 @@ class Model:
 
         Matrix dimensions M and N and batch size K are divided by `factor`, rounded, and at least 1.
         Factors have K (M + N) elements and matrices M N, so the sizes of both decrease with the
-        square of `factor` as long as K can decrease. The number of rows per sample, step and layer
-        times, and FLOPs do not change.
+        square of `factor` as long as K can decrease. The number of rows per sample, the times of
+        steps and layers, and FLOPs do not change.
 
         >>> quarter = VGG19.shrunk(4)
         >>> VGG19.batch, quarter.batch, round(VGG19.parameters / quarter.parameters)

@@ -48,7 +48,7 @@ TOOLS = {
 """Programs that the lab needs, and their packages."""
 NAMESPACES = ("unshare", "--fork", "--kill-child", "--pid", "--mount-proc", "--mount", "--net")
 AS_USER = ("--user", "--map-root-user")
-# This command tries out the components of a lab before anything is started.
+# This command tests the kernel features that a lab needs, before anything is started.
 PROBE = """ip link add name switch type bridge && ip link add name a type veth peer name b &&
 tc qdisc add dev a root tbf rate 1mbit burst 3200 limit 100000"""
 ENDED = 128 + signal.SIGTERM

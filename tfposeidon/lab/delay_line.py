@@ -107,7 +107,7 @@ def _tap(name: str, offload: bool) -> int:
 
 
 def _pass_frames(to_switch: dict[int, int], to_nodes: dict[int, int], line: DelayLine) -> None:
-    """Forwards frames until the process is killed: to nodes at once, to the switch with delay."""
+    """Forwards frames until the process is killed: to nodes immediately, to the switch delayed."""
     devices = [*to_switch, *to_nodes]
     while True:
         # Use select(), whose timeout has a resolution of microseconds; epoll's has milliseconds.
@@ -146,8 +146,8 @@ def main() -> None:
     line = DelayLine(**request["line"])
     # With offload, a loss would drop a frame of up to 44 packets instead of one packet.
     offload = line.loss == 0
-    # A high priority keeps delays accurate on a loaded machine, but root of a user namespace may
-    # not set it.
+    # A high priority keeps delays accurate on a loaded machine, but root of a user namespace cannot
+    # set it.
     with contextlib.suppress(PermissionError):
         os.nice(-20)
     try:

@@ -196,7 +196,7 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
     from tfposeidon.lab.network import payload_bytes
 
     optimizer = tfposeidon.DistributedOptimizer(keras.optimizers.SGD(0.01), scheme=scheme)
-    # The plan reports the measured step time next to the predicted one, even after `auto` has
+    # The plan reports the measured step time next to the predicted time, even after `auto` has
     # decided.
     optimizer.exchange.is_timed = True
     model.compile(optimizer=optimizer, loss="mse")
@@ -214,8 +214,8 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
         on_epoch_end=stop,
         on_train_batch_end=lambda _, logs: seen.append((time.perf_counter(), payload_bytes())),
     )
-    # Announce a long training, but run only two epochs, because `auto` retraces a step only if the
-    # remaining epochs save more time than the trace takes.
+    # Request many epochs, but run only two, because `auto` retraces a step only if the remaining
+    # epochs save more time than the trace takes.
     model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
     own_steps_s, own_bytes = np.diff(seen, axis=0)[-steps:].T
     wire = runtime.wire()

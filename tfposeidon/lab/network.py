@@ -84,7 +84,7 @@ REPLACE_HOSTS = (
 class Traffic:
     """Traffic over one node's link, headers included, as seen from the node.
 
-    With delay or jitter, frames of up to 64 kB that arrive at a node count as one packet.
+    With delay or jitter, each frame of up to 64 kB that arrives at a node counts as one packet.
     Shares are fractions of the link's capacity one way, or `None` if it is unshaped.
     `dropped_packets` counts packets that full queues dropped in either direction, and packets that
     the delaying process did not read in time.
@@ -191,7 +191,7 @@ def network(cluster: Cluster) -> Iterator[Network]:
     others = Path("/etc/hosts").read_text().splitlines()
     lines += [[word for word in line.split() if word not in names] for line in others]
     hosts = "".join(f"{' '.join(line)}\n" for line in lines if len(line) > 1)
-    # Replace the hosts before creating nodes, whose mount namespaces are copies of this one.
+    # Replace the hosts file before creating nodes, whose mount namespaces are copies of this one.
     _call("sh", "-c", REPLACE_HOSTS, text=hosts)
     _call("ip", "link", "set", "dev", "lo", "up")
     _call("ip", "link", "add", "name", "switch", "type", "bridge")
@@ -251,7 +251,7 @@ def _connect(built: Network, node: int) -> None:
             size = str(min(burst_bytes(rate), 65536))
             _call(*inside, "ip", "link", "set", "dev", INTERFACE, "gso_max_size", size)
     else:
-        # Limit connections at the sending node only, because they share nothing before its queue.
+        # Limit connections at the sending node only: its queue is the first that they share.
         _shape(_limited_connections(rate, flow), *inside)
     if built.cluster.intra is not None:
         # Reduce the MTU, because packets of a loopback's default MTU, 64 kB, would not fit into the

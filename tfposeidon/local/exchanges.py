@@ -22,7 +22,7 @@ _LEAST_SAMPLES = 1e-6
 
 def of_differences(optimizer: Any) -> Step:
     """Returns the exchange of pseudo-gradients in a synchronization."""
-    # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
+    # Averaged pseudo-gradients are added to weights, so plans do not depend on the inner optimizer.
     sgd = keras.optimizers.SGD(1.0)
     adding = SimpleNamespace(
         inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None, xla_functions=0
@@ -33,7 +33,7 @@ def of_differences(optimizer: Any) -> Step:
 def of_gradients_in_node(optimizer: Any) -> Step:
     """Returns the exchange of gradients among the ranks of a node."""
     differences = optimizer.exchange
-    # Use no numbered prefix, because nodes of one rank exchange nothing and count differently.
+    # Do not number the prefix: ranks alone in their node draw no number, so numbers would differ.
     ways = {
         "wire": runtime.node_wire,
         "prefix": lambda: f"{differences.exchangers[-1].prefix}.node",

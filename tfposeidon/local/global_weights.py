@@ -66,7 +66,7 @@ class GlobalWeights:
         self.hide()
 
     def show(self) -> bool:
-        """Assigns the global weights to the variables; returns False if they already hold them."""
+        """Assigns the global weights to the variables; returns whether the variables changed."""
         if self.is_shown or not self.has_begun:
             return False
         self._may_be_shown = True
@@ -82,7 +82,7 @@ class GlobalWeights:
 
     @contextlib.contextmanager
     def shown(self, assign: bool) -> Iterator[None]:
-        """Shows the global weights within the context; with `assign`, users may assign new ones."""
+        """Shows the global weights in the context; with `assign`, users may assign new weights."""
         was_hidden = self.show()
         try:
             yield
@@ -165,9 +165,9 @@ class GlobalWeights:
 
     @property
     def contribution(self) -> list[tf.Tensor]:
-        """Trained weights minus global weights, and then this rank's state of layers to average.
+        """Local minus global weights of trained variables, followed by layer state to average.
 
-        The global state replaces state that is not finite.
+        If this rank's layer state is not finite, the global state is contributed instead.
         """
         pairs = zip(self.variables, self.copies, strict=True)
         values = [tuple(map(tf.convert_to_tensor, pair)) for pair in pairs]

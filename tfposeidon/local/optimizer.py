@@ -1,4 +1,4 @@
-"""Trains local weights on each rank, and synchronizes them once in several steps.
+"""Trains local weights on each rank, and synchronizes them every `sync_every` steps.
 
 Think of `LocalUpdates` as a Keras optimizer around an inner optimizer: each step updates this
 rank's weights, and each synchronization passes averaged pseudo-gradients to an outer optimizer.
@@ -37,7 +37,7 @@ from tfposeidon.training.hooks import FitHooks
 
 @keras.saving.register_keras_serializable("tfposeidon")
 class LocalUpdates(CommunicatingOptimizer):
-    """Optimizer that trains local weights on each rank and synchronizes them once in several steps.
+    """Optimizer that trains local weights on each rank and synchronizes them periodically.
 
     Ranks exchange pseudo-gradients, which are the differences between their local weights and the
     global weights. An outer optimizer then updates the global weights, which are equal on all
@@ -51,16 +51,16 @@ class LocalUpdates(CommunicatingOptimizer):
         every step, and its state is local to the rank.
       sync_every: Number of steps between synchronizations, at least 1 (default 32).
       outer_optimizer: Optimizer of the global weights: `"average"` (default), `"elastic"`,
-        `"outer"`, `"slow_momentum"`, an object of `tfposeidon.local`, or a Keras optimizer, from
-        which `LocalUpdates` creates `tfposeidon.local.Outer(optimizer)`.
+        `"outer"`, `"slow_momentum"`, an outer optimizer of `tfposeidon.local`, or a Keras
+        optimizer, from which `LocalUpdates` creates `tfposeidon.local.Outer(optimizer)`.
       scheme: Scheme that exchanges the pseudo-gradients (default `"torus2d"`), as for
-        `DistributedOptimizer`, except for `"auto"` and for schemes that need factors or momentum
-        correction.
+        `DistributedOptimizer`, except for `"auto"` and for schemes that need sufficient factors or
+        momentum correction.
       hierarchical: True to average gradients over the ranks of each node at every step, so that
         nodes are the replicas (default False: each rank is a replica).
-      overlap_steps: Number of steps between an exchange and the use of its result, below
-        `sync_every`. The exchange runs in the background, and all ranks apply its result after the
-        same step (default 0: the step waits for the result).
+      overlap_steps: Number of steps between the start of an exchange and the use of its result,
+        below `sync_every`. The exchange runs in the background, and all ranks apply its result
+        after the same step (default 0: the step waits for the result).
       warmup_steps: Number of initial steps that are each followed by a synchronization (default 0),
         for post-local SGD.
       bucket_bytes: Maximum size of a bucket of pseudo-gradients; see `DistributedOptimizer`.
@@ -75,7 +75,7 @@ class LocalUpdates(CommunicatingOptimizer):
         `tf.distribute`, or with another Keras backend than TensorFlow.
 
     Memory: a copy of the weights for the global weights, the outer optimizer's state, and with
-    `overlap_steps` two more copies during an exchange.
+    `overlap_steps` two more copies for the exchange.
 
     Source: see the outer optimizers; Ma, Mao and Taylor 2016, section 4 (elastic averaging).
 
@@ -123,7 +123,7 @@ class LocalUpdates(CommunicatingOptimizer):
         communicating.check_no_averages("LocalUpdates", inner_optimizer)
         self._schedule = schedule
         self._outer = outer_optimizers.parse(outer_optimizer)
-        # Read settings now, because an optimizer cannot evaluate its rate while a step is traced.
+        # Read settings now: an optimizer cannot evaluate its learning rate while a step is traced.
         self._outer_settings = settings(self._outer, "outer_optimizer")
         self._exchange = exchanges.of_differences(self)
         self._node: Step | None = None
@@ -143,7 +143,8 @@ class LocalUpdates(CommunicatingOptimizer):
           variables: The trainable variables.
 
         Raises:
-          ValueError: If a variable is not floating point.
+          ValueError: If a variable is not floating point, or if the scheme has error feedback and
+            the outer optimizer does not assign the global weights to all ranks.
         """
         # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:
@@ -155,7 +156,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if runtime.size() > 1:
             self._build_synchronization(variables)
         else:
-            # Use copies, as on several ranks, because Keras names state after its variables.
+            # Use copies, as on several ranks, because Keras names optimizer state after variables.
             self._outer.build(GlobalWeights(variables).copies)
         if self._node is not None:
             self._node.build()
@@ -270,7 +271,7 @@ class LocalUpdates(CommunicatingOptimizer):
             self._synchronization.prepare()
 
     def statistics(self) -> list[Any]:
-        """Returns averaged state of the model's layers, which is synchronized like weights."""
+        """Returns the layer state, such as moving means, that synchronizations average."""
         model = self._model()
         return [] if model is None else entries.statistics_of(model, self)
 
@@ -303,7 +304,8 @@ class LocalUpdates(CommunicatingOptimizer):
           steps: Number of steps executed since the last call (default 1).
 
         Raises:
-          RuntimeError: Within a `tf.function`, or if an exchange in the background has failed.
+          RuntimeError: Within a `tf.function`, if an exchange in the background has failed, or if a
+            step was not traced again after `change_scheme`.
 
         Example:
           >>> import keras, tensorflow as tf, tfposeidon as tp
@@ -357,8 +359,8 @@ class LocalUpdates(CommunicatingOptimizer):
           scheme: Any value that the constructor accepts; the same on all ranks, at the same step.
 
         Raises:
-          ValueError: If the scheme does not support pseudo-gradients, or if `overlap_steps` is not
-            0, because an exchange with the old scheme may be pending.
+          ValueError: If the scheme does not support pseudo-gradients or the outer optimizer, or if
+            `overlap_steps` is not 0, because an exchange with the old scheme may be pending.
         """
         # An equal scheme retains its error-feedback state.
         if policies.parse(scheme) != self.policy:
@@ -437,7 +439,7 @@ class LocalUpdates(CommunicatingOptimizer):
         if self._synchronization is not None:
             check_equal(self._trainable_variables)
             self._synchronization.restart()
-            # Call `begin_step` here, because a traced step does not execute its Python code.
+            # Call `begin_step` here, because a traced step does not execute Python code.
             self._synchronization.begin_step()
 
     def _join_hooks(self) -> list[JoinHook]:

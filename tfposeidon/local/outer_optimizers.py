@@ -54,7 +54,7 @@ class Rule(ABC):
         """
 
     def pull(self, replicas: int) -> float:
-        """Returns the share of its difference from the global weights that each rank subtracts.
+        """Returns the share of (local - global weights) that a rank subtracts from local weights.
 
         Args:
           replicas: Number of replicas: ranks, or nodes with `hierarchical=True`.

@@ -82,8 +82,8 @@ class Contribution(NamedTuple):
 
     `count` is the rank's weight, a float32 scalar: 0 without samples or with non-finite
     differences. `finite` is a bool scalar, equal on all ranks of a replica: True if all differences
-    are finite. `values` are trained weights minus global weights, and then averaged state of
-    layers.
+    are finite. `values` are the local minus global weights of trained variables, followed by layer
+    state to average.
     """
 
     count: tf.Tensor

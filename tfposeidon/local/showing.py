@@ -1,7 +1,7 @@
 """Assigns the global weights of `LocalUpdates` for user code, and local weights for steps.
 
-`fit` calls these hooks and callbacks. Weights that user code assigns before `fit` or between epochs
-become the new global weights.
+`fit` calls the hooks and callbacks of `Showing`. Weights that user code assigns before `fit` or
+between epochs become the new global weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfposeidon.training.hooks import FitHooks
 class Showing:
     """Switches a model's variables between global and local weights around steps and callbacks.
 
-    All ranks continue from weights that are assigned while the global weights are shown.
+    If user code assigns weights while the global weights are shown, all ranks continue from them.
     """
 
     def __init__(self, find: Callable[[], Synchronization | None]) -> None:

@@ -1,10 +1,10 @@
-"""Synchronizes ranks once in several steps, in Python between the executions of train functions.
+"""Synchronizes ranks periodically, in Python between the executions of train functions.
 
 Think of three parts: `_contribution` computes the differences between local and global weights,
 `_exchanged` averages them over the ranks, and `_applied` updates the global weights with the
-average, and then this rank's weights. One graph contains all parts. With `overlap_steps`, each part
-has its own graph: a thread runs the second graph during the next steps, and all ranks run the third
-graph after `overlap_steps` steps.
+average, and then this rank's weights. Without overlap, one graph contains all parts. With
+`overlap_steps`, each part has its own graph: a thread runs the second graph during the next steps,
+and all ranks run the third graph after `overlap_steps` steps.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Synchronization:
         outer.build(self.weights.copies)
         with tf.init_scope(), tf.device("/CPU:0"):
             self._samples = tf.Variable(0.0, trainable=False, name="samples")
-            # A `Contribution` in variables, which checkpoints include, so that a resumed run can
-            # repeat the exchange.
+            # Variables that store a `Contribution`. Checkpoints include them, so that a resumed run
+            # can repeat the exchange.
             self._sent = [tf.Variable(value, trainable=False, name="sent") for value in (0.0, True)]
         self._steps, self._is_pending = 0, False
         self._pending: Future[ExchangeResult] | None = None
@@ -79,7 +79,7 @@ class Synchronization:
         atexit.register(_wait_at_exit, weakref.ref(self))
 
     def prepare(self) -> None:
-        """Creates the variables of statistics, and of an exchange in the background."""
+        """Creates copies of statistics, and the variables that store a pending contribution."""
         self.weights.add(self._optimizer.statistics())
         if self._schedule.overlap_steps:
             with tf.init_scope():
@@ -93,7 +93,7 @@ class Synchronization:
         self._samples.assign_add(tf.cast(1.0 if count is None else count, tf.float32))
 
     def begin_step(self) -> None:
-        """Assigns this rank's local weights to the variables; the first step initializes them."""
+        """Assigns local weights to the variables; the first step initializes the global weights."""
         if not self.weights.has_begun:
             # Add statistics now, because the step changes them before it calls the optimizer.
             self.prepare()
@@ -153,7 +153,7 @@ class Synchronization:
             )
 
     def check_steps_are_counted(self) -> None:
-        """Refuses updates if no step since the last synchronization was counted."""
+        """Raises an error if the loop has executed steps without calls of `end_step`."""
         if self.weights.has_begun and not self._steps and self._samples.numpy() > 0.0:
             raise RuntimeError(
                 "A custom loop must call LocalUpdates.end_step() after each step, because ranks "
@@ -278,7 +278,7 @@ class Synchronization:
         # Averages of bfloat16 differences are float32.
         means = [tf.cast(m, like.dtype) for m, like in zip(means, differences, strict=True)]
         if not self._outer.weighs_samples:
-            # Divide by all replicas, because one without samples contributes a zero difference.
+            # Divide by all replicas, because a replica without samples contributes zeros.
             share = presence.total / self._replicas
             means = [mean * tf.cast(share, mean.dtype) for mean in means]
         return ExchangeResult(presence.absent, counts, [*means, *statistics], states)
@@ -293,7 +293,7 @@ class Synchronization:
         new_states: list[tf.Tensor] = []
         last = weight
         for index, bucket in enumerate(exchanger.plan.buckets):
-            # Exchange buckets in sequence, so that a collective of a step waits for at most one.
+            # Exchange buckets in sequence, so that a step waits for at most one bucket.
             with tf.control_dependencies([last]):
                 own = [
                     tf.identity(difference) if member in bucket.members else None
@@ -318,7 +318,7 @@ class Synchronization:
         return unpack(wire.all_reduce(own, wire.topology.world, name, 1.0 / size), statistics)
 
     def _applied(self, sent: Contribution, found: ExchangeResult, is_late: bool) -> list[tf.Tensor]:
-        """Updates all weights; returns absent ranks, and whether weights and state are finite."""
+        """Updates all weights; returns `absent`, and whether weights and statistics are finite."""
         weights = self.weights
         before = [tf.identity(copy) for copy in weights.copies] if is_late else []
         are_finite = all_finite([*map(tf.convert_to_tensor, weights.variables[weights.trained :])])
@@ -337,7 +337,7 @@ class Synchronization:
             if constraint is not None:
                 copy.assign(constraint(tf.convert_to_tensor(copy)))
         for copy, mean in zip(copies[trained:], found.means[trained:], strict=True):
-            # Discard averages that are not finite, because a rank may have started with such.
+            # Discard averages that are not finite: a rank may have started with such statistics.
             copy.assign(either(all_finite([mean]), mean, tf.convert_to_tensor(copy)))
 
     def _follow(self, sent: Contribution, counts: tf.Tensor, before: list[tf.Tensor]) -> None:

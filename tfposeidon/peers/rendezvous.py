@@ -45,7 +45,7 @@ START_TIMEOUT_S = 600.0
 RANKS = "ranks"
 """Scope of the store in which ranks register."""
 START = secrets.token_hex(8)
-"""Identifies this process: a restarted container has the same host name and process number."""
+"""Identifies this process: a restarted container has the same host name and process ID."""
 
 Nodes = tuple[tuple[int, ...], ...]
 _nodes: Nodes | None = None
@@ -73,15 +73,15 @@ class Client:
         return self.request(f"{scope}/{key}", wait_s=wait_s)[0]
 
     def all(self, scope: str, count: int, wait_s: float = 0.0) -> dict[int, Any] | None:
-        """Returns a scope's values by rank once there are `count`, or `None` after `wait_s`."""
+        """Returns a scope's values by rank once it has `count` values, or `None` after `wait_s`."""
         found = self.get(scope, f"{store.COUNT}{count}", wait_s)
         return found and {int(rank): value for rank, value in found.items()}
 
     def request(self, path: str, body: bytes | None = None, wait_s: float = 0.0) -> tuple[Any, str]:
         """Sends a GET, or with `body` a PUT that overwrites no value.
 
-        Returns the key's value, or `None`, and the identity of the store's job, or an empty text if
-        another program answers. Raises `OSError` if there is no answer or the job is ending.
+        Returns the key's value, or `None`, and the identity of the store's job, or an empty string
+        if another program answers. Raises `OSError` if there is no answer or the job is ending.
         """
         wait_s = max(0.0, min(wait_s, LONGEST_WAIT_S))
         # The store ignores a header that concerns the other method.
@@ -311,7 +311,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
     nodes = nodes_of([entry.node for entry in entries])
     node = next(index for index, ranks in enumerate(nodes) if rank in ranks)
     local_rank = nodes[node].index(rank)
-    # Horovod's cross group consists of the ranks of all nodes that have the same local rank.
+    # Horovod's cross group consists of the ranks with the same local rank on all nodes.
     across = [index for index, ranks in enumerate(nodes) if len(ranks) > local_rank]
     found = {
         "RANK": rank,
@@ -331,7 +331,7 @@ def horovod_variables(entries: Sequence[Entry], rank: int, client: Client) -> di
 
 
 def interface_variables(entries: Sequence[Entry], rank: int) -> dict[str, str]:
-    """Returns variables that select the interface between ranks, or none if it is unknown."""
+    """Returns variables that select the interface between ranks, or `{}` if it is unknown."""
     own, first = entries[rank], entries[0]
     elsewhere = next((one.address for one in entries if one.node != first.node), "127.0.0.1")
     # Ranks on the first node reach the store over the loopback, so use their address in connections

@@ -5,8 +5,9 @@
   python -m tfposeidon run --nodes 2 --node-rank 1 --master node1:29500 -- python train.py
 
 For several nodes, run the command on each node, without SSH. Options or a platform's variables
-describe the nodes (docs/clusters.md). Each rank sees one GPU, or all if there are more ranks. The
-exit status is that of the first failed rank of this node, or 1 if only ranks of other nodes failed.
+describe the nodes (docs/clusters.md). Each rank sees one GPU, or all GPUs if there are more ranks
+than GPUs. The exit status is that of the first failed rank of this node, or 1 if only ranks of
+other nodes failed.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
 
 
 def read_token(options: argparse.Namespace, variables: Mapping[str, str], job: Job) -> str | None:
-    """Returns the job's token: for a single node, the default is a random one."""
+    """Returns the job's token: for a single node, the default is a random token."""
     if options.token_file:
         variables = {**variables, sources.TOKEN_FILE: options.token_file}
     return sources.token(variables) or (secrets.token_hex(16) if job.size == 1 else None)
@@ -187,7 +188,7 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 def environments(
     job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yields number and environment of each rank of this node; `counts` has each node's ranks."""
+    """Yields number and environment of each local rank; `counts` has the ranks per node."""
     place = (sum(counts), client.host, (client.port,), job.identity)
     first, count = sum(counts[: job.rank]), counts[job.rank]
     for index in range(count):
@@ -195,7 +196,7 @@ def environments(
         # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
         visible = {sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}
         # An empty variable counts as unset. Output is not buffered, so that `run` prints each line
-        # at once.
+        # immediately.
         common = {sources.TOKEN_FILE: "", rendezvous.MEMBER: "", "PYTHONUNBUFFERED": "1"}
         common |= {sources.TOKEN: token or "", sources.RUN: json.dumps(dataclasses.asdict(own))}
         yield own.rank, {**os.environ, **common, **visible}
@@ -242,7 +243,7 @@ class _Runner(Runner):
         super()._fail(rank)
 
     def leave_cause(self, cause: str) -> None:
-        """Stores the cause of the job's end for the other nodes, unless there is one."""
+        """Stores the cause of the job's end for the other nodes, unless the store has a cause."""
         # If the store has ended, no other node waits for the cause.
         with contextlib.suppress(OSError):
             self._client.put_first(store.FAILURES, store.FIRST_FAILURE, cause)
@@ -258,8 +259,8 @@ async def run_ranks(ranks: list[Rank], client: Client, folder: Path | None) -> i
             runner.signal(signal.SIGKILL)
         else:
             cause = f"{here} received {signal.Signals(number).name}."
-            # Use another thread, because a request to a lost node 0 may block for seconds. A loop
-            # that is closing starts none.
+            # Use another thread, because a request to a lost node 0 may block for seconds. An event
+            # loop that is closing starts no threads.
             with contextlib.suppress(RuntimeError):
                 loop.run_in_executor(None, runner.leave_cause, cause)
             runner.cancel()

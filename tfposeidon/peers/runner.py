@@ -1,6 +1,6 @@
-"""Runs ranks of a job on this machine, forwards their output, and ends all when one fails.
+"""Runs ranks of a job on this machine, forwards their output, and ends all ranks when one fails.
 
-`python -m tfposeidon run` and the lab start ranks with it.
+`python -m tfposeidon run` and the lab start ranks with this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TextIO
 from tfposeidon.quiet import is_startup_message
 
 GRACE_S = 10.0
-"""Time for the other ranks to report and end after one has failed."""
+"""Time for the other ranks to report and end after a rank has failed."""
 TERMINATION_S = 3.0
 POLL_INTERVAL_S = 0.02
 DRAIN_S = 1.0

@@ -39,7 +39,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
 
-    The store is at `host`, at the first possible of `ports`. `identity` differs between all jobs
+    The store is at `host`, at the first usable of `ports`. `identity` differs between all jobs
     that run at the same time. `node` is this process's node, and `members` names all processes in
     messages, if the source gives them. With `one_per_node`, each process may start a rank per GPU;
     with `has_store`, the process that set the variables runs the store. `unit` is "rank" or "node",

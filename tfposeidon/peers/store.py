@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def loopback_address(host: str) -> str:
-    """Returns the address at which processes on `host` reach the store there."""
+    """Returns the address at which processes on `host` reach a store on `host`."""
     # Do not use the name, which may resolve to the address of a service. Debian's 127.0.1.1 is a
     # different loopback address from 127.0.0.1.
     return host if host.startswith("127.") else "127.0.0.1"

@@ -43,8 +43,8 @@ _ELEMENTWISE = (
 class ShardedOptimizer(DistributedOptimizer):
     """Optimizer that averages gradients as `DistributedOptimizer` does, and shards its state.
 
-    Each of P ranks holds the state for its own part of the variables, applies the inner optimizer
-    there, and gathers the new values of the other parts. A step sends as many bytes as an
+    Each of P ranks holds the state for its own part of the variables, updates this part with the
+    inner optimizer, and gathers the new values of the other parts. A step sends as many bytes as an
     all-reduce, and needs 1/P of the memory for state and 1/P of the work for updates. Results equal
     those of `DistributedOptimizer`, up to rounding.
 
@@ -54,7 +54,8 @@ class ShardedOptimizer(DistributedOptimizer):
     Args:
       inner_optimizer: A Keras optimizer that is neither distributed nor built, and updates each
         element independently (not Lamb, Adafactor, Muon), or `tfposeidon.optimizers.LARS` or
-        `LAMB`. A custom optimizer declares this with an attribute `updates_elementwise = True`.
+        `LAMB`. A custom optimizer declares elementwise updates with an attribute
+        `updates_elementwise = True`.
       scheme: `"ps"` (default), for all variables, or rules `[(pattern, scheme), ...]`. Every rank
         updates the variables whose scheme is not `"ps"`.
       bucket_bytes: Maximum size of a bucket of small gradients; see `DistributedOptimizer`.
@@ -69,7 +70,7 @@ class ShardedOptimizer(DistributedOptimizer):
     Raises:
       TypeError: For unknown arguments, or if `sample_count` is not a function.
       ValueError: If an argument is out of its range, if the inner optimizer needs whole variables,
-        or if the scheme shards no variable or depends on the first step.
+        or if the scheme shards no variable or is unknown before the first step.
 
     Cost: each step sends 2 (P - 1) / P of the gradients' bytes, as `ParameterServer` does, and one
     small all-reduce if norms of gradients or layers are needed.
@@ -119,7 +120,7 @@ class ShardedOptimizer(DistributedOptimizer):
     @override
     def _build_inner(self, variables: Sequence[Any]) -> None:
         inner = self.inner_optimizer
-        # An optimizer that is built already has the state of whole variables.
+        # A built optimizer already has the state of whole variables.
         if inner.built:
             raise ValueError(
                 "ShardedOptimizer must create the optimizer state, in shards. Received: "

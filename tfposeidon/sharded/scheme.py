@@ -128,7 +128,7 @@ def _square(gradient: Any) -> tf.Tensor:
 
 
 def sharded_norms(wire: Wire, is_sharded: Callable[[Any], bool], name: str) -> Norms:
-    """Returns a function that computes norms of variables, and sums squares of parts over ranks.
+    """Returns a function that computes norms of variables; ranks sum the squared norms of parts.
 
     `is_sharded` returns whether ranks hold parts of a variable. `name` names the all-reduce.
     """

@@ -48,8 +48,8 @@ class Shard(keras.Variable):
     def __init__(self, whole: Any, length: int) -> None:
         # Layer-wise optimizers exclude variables by the shape of the whole variable.
         self.whole = whole
-        # Optimizers derive names of state and exclusions from weight decay from the path. Keras
-        # sanitizes names of TensorFlow variables in this way.
+        # From the path, optimizers derive names of state and exclusions from weight decay. Keras
+        # replaces colons in names of TensorFlow variables in the same way.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
         super().__init__(
@@ -69,8 +69,8 @@ class Shard(keras.Variable):
 class Shards:
     """Shards of variables that this rank updates.
 
-    The inner optimizer is built on `targets`, and updates them: a shard, or the whole variable if
-    its scheme is not `OwnParts`, for each of `variables`.
+    The inner optimizer is built on `targets`, and updates them. For each of `variables`, `targets`
+    has a shard, or the whole variable if its scheme is not `OwnParts`.
     """
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ class Shards:
         members = {id(self.targets[member]): member for member in self.parts}
         make = self._inner.add_variable_from_reference
 
-        # Record the shard of each state variable, because the variable does not reveal it later.
+        # Record the shard of each state variable, because the variable has no reference to it.
         def record(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
             variable = make(reference_variable, name=name, **options)
             if id(reference_variable) in members:
@@ -126,7 +126,7 @@ class Shards:
         self._inner.load_own_variables = self._load
 
     def use(self, updater: Any) -> Afterwards:
-        """Sets the optimizer that applies gradients: a loss-scale optimizer, or the inner one.
+        """Sets the optimizer that applies gradients: the inner or a loss-scale optimizer.
 
         Returns the function with which a rank without data joins the collectives of an update. A
         different optimizer has a different function.

@@ -1,4 +1,4 @@
-"""Describes how state relates between ranks, and redistributes it over other ranks.
+"""Describes how the states of ranks relate, and redistributes them over the ranks of another job.
 
 Think of a placement as the rule for combining the values of all ranks: use any of them, average,
 sum or concatenate them, or let each rank retain its own. Checkpoints, broadcasts and comparisons
@@ -60,20 +60,20 @@ _registered: dict[type, Placement | Callable[[Any], Placed]] = {}
 
 
 def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) -> None:
-    """Registers the placement of a layer class's state if the default is wrong.
+    """Registers the placement of a layer class's state, in place of the default.
 
-    By default, variables of a layer that receive no gradient are averaged if they are floating
+    By default, a layer's variables that receive no gradient are averaged if they are floating
     point, and replicated otherwise. Frozen weights are replicated. Seeds and the states of Keras's
     recurrent layers are local. A callback declares the placement of its variables with a method
     `state()`, which returns pairs of variable and placement.
 
     Args:
       layer: Class of layers. The placement also applies to subclasses that are not registered.
-      placement: `"replicated"`, `"averaged"`, `"local"` or `"partial"`, for all variables of such a
-        layer that receive no gradient. State outside of variables, such as a vocabulary, is local
-        with `"local"` and replicated otherwise. Alternatively, a function that takes the layer and
-        returns pairs of variable and placement. It may return variables that Keras does not list;
-        variables that it omits have the default placement.
+      placement: `"replicated"`, `"averaged"`, `"local"` or `"partial"`, for all of a layer's
+        variables that receive no gradient. State outside of variables, such as a vocabulary, is
+        local with `"local"` and replicated otherwise. Alternatively, a function that takes the
+        layer and returns pairs of variable and placement. It may return variables that Keras does
+        not list; variables that it omits have the default placement.
 
     Raises:
       TypeError: If `layer` is not a class.
@@ -160,7 +160,7 @@ def _state_of(layer: Any) -> list[tuple[Any, Placement | str]]:
 
 
 def _untrained(layer: Any) -> tuple[list[Any], list[Any]]:
-    """Returns a layer's own variables that were built as not trainable, and its seeds."""
+    """Returns a layer's own variables that were built as non-trainable, and its seeds."""
     inner = layer._flatten_layers(include_self=False, recursive=False)
     others = {id(variable) for one in inner for variable in one.variables}
     # A layer may share its variables with inner layers.
@@ -186,7 +186,7 @@ def _place_statistics(layer: Any) -> Placed:
 register(keras.layers.BatchNormalization, _place_statistics)
 # The statistics of this layer are adapted before training, and constant in training.
 register(keras.layers.Normalization, Placement.REPLICATED)
-# Keras does not list the states of sequences among a layer's variables.
+# Keras does not list recurrent states among a layer's variables.
 register(
     keras.layers.RNN,
     lambda layer: [(v, Placement.LOCAL) for v in keras.tree.flatten(layer.states or [])],
@@ -200,7 +200,7 @@ register(
 class StateDescription:
     """Description of one array of a rank's state.
 
-    A partial or sharded array covers a range of its bucket, which is its `members` concatenated.
+    A partial or sharded array covers a range of its bucket, the concatenation of `members`.
     """
 
     name: str
@@ -210,7 +210,7 @@ class StateDescription:
     placement: Placement = Placement.REPLICATED
     # Index in the bucket at which the array starts.
     offset: int = 0
-    # Number of ranks that own a share of each element, to be summed; 0 for other placements.
+    # Number of ranks whose shares of an element are summed; 0 for other placements.
     owners: int = 0
     # True for one number per bucket that is equal on all ranks, such as a count of steps.
     scalar: bool = False
@@ -296,7 +296,7 @@ def _check_all_wanted(totals: dict[tuple[str, str], np.ndarray], wanted: RankSta
 def _common_scalar(
     description: StateDescription, like: np.ndarray, scalars: dict[tuple[str, str], np.ndarray]
 ) -> np.ndarray:
-    """Returns the scalar that was saved for all members, or the current one if none was saved."""
+    """Returns the scalar that was saved for all members, or `like` if none was saved."""
     keys = {path: (description.name, path) for path, _ in description.members}
     found = {path: scalars[key] for path, key in keys.items() if key in scalars}
     if len({float(number) for number in found.values()}) > 1:

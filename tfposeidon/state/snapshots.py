@@ -38,7 +38,7 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 _FORMAT = 10
 
 Arrays = dict[str, list[np.ndarray]]
-"""Lists of arrays by name. Files omit empty lists, and a name that is not in a file has one."""
+"""Lists of arrays by name. Files omit empty lists; a name that is not in a file has no arrays."""
 
 
 class SnapshotError(RuntimeError):
@@ -78,8 +78,8 @@ class Snapshots:
     def start(self, meta: dict[str, Any], shared: Arrays, own: Arrays) -> None:
         """Starts to write a snapshot with rank 0's `meta` and `shared` in the background.
 
-        An earlier snapshot is finished first. The new one is valid once `poll_at_step` or `finish`
-        has completed it. The arrays must not change until then.
+        An earlier snapshot is finished first. The new snapshot is valid once `poll_at_step` or
+        `finish` has completed it. The arrays must not change until then.
         """
         self.finish()
         rank, names = self.wire.topology.rank, self._names()
@@ -110,7 +110,7 @@ class Snapshots:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the snapshot of `start`; raises on all ranks if one rank fails to write."""
+        """Waits for the snapshot of `start`; all ranks raise an error if one fails to write."""
         if self._writing is None:
             return
         (part, final, written), self._writing = self._writing, None
@@ -124,7 +124,7 @@ class Snapshots:
         """Returns the newest snapshot that every rank can read, or `None` if no snapshots exist."""
         names: list[str] = exchange_objects(self._names(), self.wire, "tp.snapshots")[0]
         problems: list[str] = []
-        # All ranks try the same snapshot, and fall back to an older one if any of them fails.
+        # All ranks try the same snapshot, and fall back to an older snapshot if any rank fails.
         for name in reversed(names):
             read = functools.partial(self._read_files, self.folder / name)
             try:
@@ -158,7 +158,7 @@ class Snapshots:
         return Snapshot(meta, _load(folder / "model.npz"), own, same_layout, folder)
 
     def read_all_ranks(self, snapshot: Snapshot) -> dict[int, Arrays]:
-        """Returns the arrays of all ranks; raises on all ranks if one rank cannot read files."""
+        """Returns the arrays of all ranks; all ranks raise an error if one cannot read files."""
         if not snapshot.same_layout:
             return snapshot.own
         ranks = itertools.chain(*snapshot.meta["nodes"])
@@ -210,7 +210,7 @@ class Snapshots:
             ) from error
 
     def _on_all(self, name: str, action: Callable[[], Any]) -> Any:
-        """Returns the result of an action on this rank; all ranks raise if it fails on any."""
+        """Returns the result of an action; all ranks raise an error if the action fails on any."""
         result = problem = cause = None
         try:
             result = action()

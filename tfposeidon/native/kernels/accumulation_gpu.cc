@@ -53,7 +53,7 @@ class GpuSumRowsOp : public SumRowsOp<T> {
 #define REGISTER(name, type, T, kernel)                                                      \
   REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU).TypeConstraint<T>(type), \
                           kernel<T>)
-// Counts and size are in host memory, because the CPU allocates memory by them.
+// Counts and size are in host memory, because the CPU checks counts and allocates the output.
 #define REGISTER_SCATTER(T)                                     \
   REGISTER_KERNEL_BUILDER(Name("TfposeidonScatterAdd")          \
                               .Device(tensorflow::DEVICE_GPU)   \

@@ -38,7 +38,7 @@ class TensorFlowMemory : public gpu::Memory {
   std::vector<tensorflow::Tensor> held_;
 };
 
-// Calls work(device). An exception becomes the op's error, because TensorFlow catches none.
+// Calls work(device). An exception becomes the op's error, because TensorFlow does not catch it.
 template <class Work>
 void on_gpu(tensorflow::OpKernelContext* context, const Work& work) {
   TensorFlowMemory memory(context);

@@ -85,7 +85,7 @@ class GpuMomentumCorrectionTopKOp : public GpuSelectionOp<Index> {
   float momentum_;
 };
 
-// k and seed are in host memory, because the CPU allocates and launches by them.
+// k and seed are in host memory, because the CPU allocates outputs and launches GPU kernels.
 #define REGISTER_INDEX(name, kernel, Index)                         \
   REGISTER_KERNEL_BUILDER(Name(name)                                \
                               .Device(tensorflow::DEVICE_GPU)       \

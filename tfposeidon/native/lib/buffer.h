@@ -1,4 +1,4 @@
-// Reuses memory, because page faults of a new buffer cost more time than the work in it.
+// Reuses memory, because page faults of a new buffer cost more time than the work on its data.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_BUFFER_H_
 #define TFPOSEIDON_NATIVE_LIB_BUFFER_H_
@@ -14,7 +14,7 @@ class Buffer {
   // Returns memory for at least `size` elements; earlier contents may be lost.
   T* reserve(int64_t size) {
     if (size > size_) {
-      // Free the old memory first, because there may not be enough for both.
+      // Free the old memory first, because there may not be enough memory for both buffers.
       data_.reset();
       data_.reset(new T[size]);
       size_ = size;

@@ -87,8 +87,8 @@ int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double mar
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
                                 Statistics* statistics, const Engine& engine) {
   const int count = parts_for(n, engine.parallel);
-  // At least k elements and 4 blocks are added between two calls of `shrink`, so that their total
-  // cost is proportional to the pass for any data.
+  // At least k elements and 4 blocks are added between two calls of `shrink`, so that the calls
+  // together cost time proportional to the pass for any data.
   const int64_t limit = 2 * k + 4 * kBlock;
   std::vector<Candidates> parts(count);
   std::vector<Statistics> partial(count);

@@ -50,7 +50,7 @@ struct Candidates {
   uint32_t* bits;
   int64_t count = 0;
   // The candidates include all elements of the part whose key is > above, and the first elements
-  // equal to it, as many as could be among the largest.
+  // whose key equals `above`, as many as could be among the largest.
   int32_t above;
 };
 
@@ -78,9 +78,9 @@ struct Engine {
 int32_t sampled_threshold(const Source& source, int64_t n, int64_t k, double margin,
                           const Engine& engine);
 
-// Collects all elements above a key in one pass. Raises the key in a part with more than 2 k such
-// elements, because only the part's k largest elements, ties to the lowest index, can be among the
-// k largest of all. Fills `statistics` unless it is null.
+// Collects all elements above a key in one pass. Raises the key in a part that has more than about
+// 2 k such elements, because only the part's k largest elements, ties to the lowest index, can be
+// among the k largest of all. Fills `statistics` unless it is null.
 std::vector<Candidates> collect(const Source& source, int64_t n, int64_t k, int32_t above,
                                 Statistics* statistics, const Engine& engine);
 

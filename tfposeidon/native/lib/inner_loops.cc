@@ -29,7 +29,7 @@ inline int64_t list_one_by_one(const uint16_t* masks, uint16_t* hits) {
   return count;
 }
 
-// Writes lane after lane, because usually only one is set.
+// Writes lane after lane, because usually only one lane is set.
 inline void append_one_by_one(Keys values, uint32_t mask, uint32_t* out) {
   uint32_t lanes[16];
   __builtin_memcpy(lanes, &values, sizeof lanes);

@@ -42,7 +42,7 @@ struct InnerLoops {
 
   void (*statistics)(const float* x, int64_t n, Statistics* total);
 
-  // Returns the largest key; benchmarks compare other loops with this fastest way of reading.
+  // Returns the largest key; for benchmarks, which use it as the fastest loop that reads all data.
   uint32_t (*maximum)(const float* x, int64_t n);
 
   // Sums in 64 bits, in an order that depends on n alone.

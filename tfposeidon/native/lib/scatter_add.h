@@ -16,8 +16,8 @@ struct Outside {
 };
 
 // Sets out[0 .. n-1] = 0, then out[indices[i]] += values[i] in the order of segments, with the same
-// bits for any number of threads. Segment s of a rank has `counts[s]` pairs; ascending segments are
-// fastest. `out` is complete if no index is outside 0 .. n-1.
+// bits for any number of threads. Segment s, from rank s, has `counts[s]` pairs; ascending segments
+// are fastest. `out` is complete if no index is outside 0 .. n-1.
 template <class Index>
 Outside scatter_add(const Index* indices, const float* values, const int64_t* counts,
                     int64_t segments, int64_t n, const Parallel& parallel, float* out);

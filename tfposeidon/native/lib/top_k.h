@@ -1,7 +1,7 @@
 // Selects the k elements of largest magnitude.
 //
 // All three methods return exactly k elements in the order of their indices. NaN and infinity count
-// as larger than all numbers, so that they are never hidden.
+// as larger than all numbers, so that receivers of a selection can detect them.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_TOP_K_H_
 #define TFPOSEIDON_NATIVE_LIB_TOP_K_H_

@@ -1,8 +1,8 @@
 // Abstracts the machine that runs this folder's Thrust passes: a GPU, or in tests a CPU.
 //
 // A `Machine` has `policy()`, which returns Thrust's policy; `array<T>(n)`, which allocates memory
-// on the machine; `copied(list)`, which copies a list to it; and `read(place)`, which returns one
-// of its values.
+// on the machine; `copied(list)`, which copies a list to the machine; and `read(place)`, which
+// returns a value from the machine's memory.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_MACHINE_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_MACHINE_H_

@@ -32,7 +32,7 @@
 
 namespace tfposeidon::gpu {
 
-// There is memory for at least this many candidates.
+// Memory is allocated for at least this many candidates.
 constexpr int64_t kLeastRoom = 2 * kSmallestSampled;
 
 template <class Index>
@@ -103,7 +103,7 @@ struct Window {
   }
 };
 
-// Counts the elements inside, and writes the elements of this sequence that are in the window.
+// Counts the elements that `inside` accepts, and writes the accepted elements in the window.
 template <class Machine, class Elements, class Index>
 int64_t keep(Machine& machine, Elements elements, int64_t n, Inside inside,
              const Window<Index>& window) {
