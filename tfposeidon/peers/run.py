@@ -5,9 +5,8 @@
   python -m tfposeidon run --nodes 2 --node-rank 1 --master node1:29500 -- python train.py
 
 For several nodes, run the command on each node, without SSH. Options or a platform's variables
-describe the nodes (docs/clusters.md). Each rank sees one GPU, or all GPUs if there are more ranks
-than GPUs. The exit status is that of the first failed rank of this node, or 1 if only ranks of
-other nodes failed.
+describe the nodes (docs/clusters.md). Each rank sees one GPU, or all GPUs if ranks outnumber them.
+The exit status is that of the first failed rank of this node, or 1 if only other nodes failed.
 """
 
 from __future__ import annotations
