@@ -71,7 +71,7 @@ def main():
     model = build_model()
     optimizer = tp.DistributedOptimizer(keras.optimizers.Adam(2e-3), scheme=options.scheme)
     loss_function = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    # In a custom loop, the script copies the weights of rank 0 to all ranks.
+    # A custom loop must broadcast the weights of rank 0; `fit` does so by itself.
     optimizer.build(model.trainable_variables)
     tp.broadcast_variables([*model.variables, *optimizer.variables])
 

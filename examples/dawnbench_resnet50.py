@@ -138,7 +138,7 @@ def keep_recipe(options):
 
 
 def images_of(options):
-    """Returns the training and test images, which the tiny preset creates."""
+    """Returns the training and test images; the tiny preset creates them."""
     if options.data is not None:
         return images.open_images(options.data)
     if options.preset != "tiny":
@@ -153,7 +153,7 @@ def images_of(options):
 
 
 class Caches:
-    """Caches of both sources; those of the next resolution are filled during training."""
+    """Caches of training and test images; those of the next phase are filled in the background."""
 
     def __init__(self, found, options):
         self._found, self._options = found, options
@@ -220,7 +220,7 @@ def compiled(recipe, classes, options):
     rate, momentum = recipe.rate_at(0.0, tp.size()), recipe.momentum
     if "lars" in options.without:
         optimizer = keras.optimizers.SGD(rate, momentum, weight_decay=recipe.weight_decay)
-        # LARS excludes the same variables.
+        # Exclude the variables that LARS excludes, too.
         optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
     else:
         optimizer = tp.optimizers.LARS(rate, momentum, weight_decay=recipe.weight_decay)
@@ -272,7 +272,7 @@ def train(model, recipe, caches, classes, options):
 
 
 def tensorboard(options):
-    """Returns a TensorBoard callback on rank 0, if the option is set."""
+    """Returns a list that contains a TensorBoard callback on rank 0, if the option is set."""
     if options.tensorboard is None or tp.rank() != 0:
         return []
     return [keras.callbacks.TensorBoard(options.tensorboard, write_graph=False)]

@@ -57,7 +57,7 @@ def parse_arguments():
 def draw(folder):
     """Writes scikit-learn's handwritten digits as PNG files, in a folder for each digit."""
     digits = load_digits()
-    # Rename the folder at the end, so that a folder of this name is complete.
+    # Rename the folder at the end, so that a folder with the final name is always complete.
     part = folder.with_name(f"{folder.name}.part")
     for index, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         file = part / str(label) / f"{index:04}.png"

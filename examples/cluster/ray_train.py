@@ -1,4 +1,4 @@
-"""Trains a small CNN on two workers of Ray. Change: `train`, the workers, `use_gpu=True` for GPUs.
+"""Trains a small CNN on two Ray workers. Change: `train`, `num_workers`, for GPUs `use_gpu=True`.
 
 ray job submit --working-dir examples/cluster -- python ray_train.py
 """

@@ -53,9 +53,9 @@ def image(label, size, rng):
     """Draws one image.
 
     Args:
-      label: Index of its class in `CLASSES`.
+      label: Index of the image's class in `CLASSES`.
       size: Side of the image in pixels.
-      rng: NumPy's random generator.
+      rng: NumPy random generator.
 
     Returns:
       `[size, size, 3]` uint8.
@@ -97,7 +97,7 @@ def draw(folder, train=4000, test=1000, size=72, seed=0):
     """
     if folder.exists():
         return
-    # Rename the folder at the end, so that a folder of this name is complete.
+    # Rename the folder at the end, so that a folder with the final name is always complete.
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     for number, (name, count) in enumerate({"train": train, "test": test}.items()):

@@ -32,8 +32,8 @@ def show(recipe, model, nodes, per_node, network, kept_side, with_variables=Fals
       recipe: The `Recipe`.
       model: The model, for its variables.
       nodes: Number of nodes.
-      per_node: Ranks of each.
-      network: Rate between nodes, such as "25gbit".
+      per_node: Ranks per node.
+      network: Bandwidth between nodes, such as "25gbit".
       kept_side: Function from the side of a crop to the side of the cached images.
       with_variables: True to print complete plans, with a line for each variable.
     """
@@ -120,7 +120,7 @@ def _plan(phase, plan):
 
 
 def _memory(model, plans):
-    """Returns a text on a rank's memory for the model, its optimizer and its schemes."""
+    """Describes a rank's memory for the model, its optimizer and its schemes in one line."""
     weights, gradients = (
         sum(4 * math.prod(variable.shape) for variable in variables)
         for variables in (model.variables, model.trainable_variables)
@@ -133,6 +133,6 @@ def _memory(model, plans):
 
 
 def _state_bytes(plan):
-    """Returns the bytes of the state of a plan's schemes on a rank."""
+    """Returns the size in bytes of the state of a plan's schemes on one rank."""
     slots = [slot for bucket in plan.buckets for slot in bucket.slots(plan.topology)]
     return sum(4 * math.prod(slot.shape) for slot in slots)

@@ -13,7 +13,7 @@ import datacache
 MARGIN = 1.143
 """Side of a cached image, relative to that of a crop: 256 pixels for crops of 224."""
 AREAS, ASPECTS = (0.35, 1.0), (3 / 4, 4 / 3)
-"""Ranges of a random crop's share of the cached image, and of its width divided by its height."""
+"""Ranges of a random crop's area, relative to the cached image, and of its width / height."""
 
 
 class Images(NamedTuple):
@@ -34,12 +34,12 @@ class Images(NamedTuple):
 
 
 TEST_NAMES = ("validation", "val", "test")
-"""Names of test images, in order of preference, because ImageNet's `test` has no labels."""
+"""Names of the test split, in order of preference, because ImageNet's `test` has no labels."""
 RECORD_FEATURES = {
     "image/encoded": tf.io.FixedLenFeature([], tf.string),
     "image/class/label": tf.io.FixedLenFeature([], tf.int64),
 }
-"""Features that examples in TFRecord files must have; the label is the class, from 1."""
+"""Features that TFRecord files must have; the label is the class index, which starts at 1."""
 RECORD_CLASSES = 1000
 
 
@@ -55,14 +55,14 @@ def open_images(data):
       The `Images`.
 
     Raises:
-      SystemExit: If there are no such images.
+      SystemExit: If `data` contains no such images.
     """
     if data.startswith("tfds:"):
         name, _, folder = data.removeprefix("tfds:").partition("@")
         return _of_tfds(name, folder or None)
     folder = Path(data)
     records = {name: sorted(folder.glob(f"{name}-*")) for name in ("train", *TEST_NAMES)}
-    # Test images must have the same form as training images.
+    # Test images must be in the same format as training images.
     if records["train"] and (test := _test_name(lambda name: records[name])):
         sources = [datacache.from_tfrecords(records[n], RECORD_FEATURES) for n in ("train", test)]
         return Images(*sources, RECORD_CLASSES, pair_of_record)
@@ -85,7 +85,7 @@ def open_images(data):
 
 
 def _test_name(is_there):
-    """Returns the first of `TEST_NAMES` that exists according to a function, or `None`."""
+    """Returns the first of `TEST_NAMES` for which `is_there` is true, or `None`."""
     return next(filter(is_there, TEST_NAMES), None)
 
 
@@ -118,16 +118,16 @@ def pair_of_record(features):
 
 
 def kept_side(size):
-    """Returns the side of the cached images for crops of a size."""
+    """Returns the side of the cached images for crops of `size` pixels."""
     return round(MARGIN * size)
 
 
 def decoded(size, pair, *sample):
-    """Decodes an image, and crops it to the largest square in its middle, for crops of a size.
+    """Decodes an image, and resizes its largest centered square to the size of cached images.
 
     Args:
       size: Side of the crops, in pixels.
-      pair: Function from the sample to the bytes of a JPEG or PNG file, and its class.
+      pair: Function that maps the sample to the bytes of a JPEG or PNG file, and the class index.
       *sample: Sample of a source.
 
     Returns:
@@ -149,7 +149,7 @@ def cache_of(source, pair, size, **options):
 
     Args:
       source: Source of images.
-      pair: Function from its samples to the bytes of a file and its class.
+      pair: Function that maps a sample to the bytes of an image file, and the class index.
       size: Side of the crops, in pixels.
       **options: Options of `datacache.Cache`: memory, disk, budget, partition.
     """
@@ -165,7 +165,7 @@ def training_batches(cache, size, global_batch, classes, seed):
     Args:
       cache: Cache for the resolution.
       size: Side of the crops, in pixels.
-      global_batch: Samples of a step on all ranks together.
+      global_batch: Samples per step, over all ranks.
       classes: Number of classes.
       seed: Seed of the order.
 
@@ -179,7 +179,7 @@ def training_batches(cache, size, global_batch, classes, seed):
 
 
 def test_batches(cache, size, global_batch, classes):
-    """Returns this rank's share of the test images, cropped to their middle."""
+    """Returns batches of this rank's share of the test images, with centered crops."""
     data = cache.dataset(global_batch, shuffle=False)
     return data.map(functools.partial(_centered, size, classes), tf.data.AUTOTUNE).prefetch(2)
 

@@ -15,7 +15,7 @@ class Recipe:
       model: Arguments of `resnet`, except for the classes.
       peak_rate: Learning rate of LARS after the warm-up, for a global batch of `rate_batch`.
       sgd_rate: The same for SGD, if it replaces LARS.
-      rate_batch: Global batch of `peak_rate`; the rate is proportional to the batch.
+      rate_batch: Global batch size of `peak_rate`; the rate is proportional to the batch size.
       warmup_epochs: Epochs in which the rate increases to its peak.
       power: Exponent of the decay after the warm-up.
       momentum: Momentum of LARS.

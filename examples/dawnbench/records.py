@@ -52,13 +52,13 @@ class Records(keras.callbacks.Callback):
         self._write()
 
     def interruptions(self, line):
-        """Returns a text on the interruptions before a line, or an empty string."""
+        """Describes the interruptions before a line; returns an empty string if there were none."""
         count = line["interrupted"]
         return f"; interrupted in {count} epoch(s), whose lost time is excluded" if count else ""
 
     @override
     def on_epoch_begin(self, epoch, logs=None):
-        # Use no hook for batches: with one, all ranks check in each step if a rank stops early.
+        # Define no batch hook: with one, all ranks check at each step whether a rank stops early.
         if self._begin_s is None:
             self._begin_s = time.perf_counter()
 
@@ -97,7 +97,7 @@ class Records(keras.callbacks.Callback):
     def _write(self):
         if tp.rank() != 0:
             return
-        # Rename the complete file, so that a kill leaves either the old or the new lines.
+        # Rename the complete file, so that a killed process leaves either the old or the new lines.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
         part.write_text("".join(f"{json.dumps(line)}\n" for line in self.lines))
