@@ -1,4 +1,4 @@
-"""Measures time and steps to a fixed accuracy: scikit-learn's digits on 4 ranks, with slow links.
+"""Measures time and steps to a fixed accuracy: scikit-learn's digits, 4 ranks, slow network.
 
     python -m benchmarks.accuracy             # short: two schemes, one seed
     python -m benchmarks.accuracy --full      # all dense schemes, three seeds; 5 minutes
@@ -44,7 +44,7 @@ SMALLEST = {"systems": ["allreduce", "hitopk:0.1"], "seeds": [0], "layout": "2x1
 RATE = "100mbit"
 TARGET, EPOCHS = 0.98, 30
 COMMON = {"layout": "2x2", "epochs": EPOCHS}
-# One rank per node, since ranks of a node would sum before they send bits.
+# One rank per node, since ranks of a node would sum their gradients before they send bits.
 ONE_BIT |= {"layout": "4x1"}
 
 
@@ -91,7 +91,7 @@ def run(systems, target, layout, goes_on, seed, epochs=EPOCHS):
 
 
 def show(cells):
-    """Prints the median, the minimum and the maximum over seeds."""
+    """Prints steps, seconds and accuracy of each scheme: median, minimum and maximum over seeds."""
     found = runs_of(cells)
     print(f"\nscikit-learn's digits on 4 ranks, {RATE} between nodes")
     header = ("scheme", "seeds", "reached", "steps", "seconds", "best accuracy", "final accuracy")
@@ -121,7 +121,7 @@ def spread(values, form):
 
 
 def plot(cells, path):
-    """Plots curves, or the time and steps to the target, depending on the runs.
+    """Plots curves over epochs, or the time and steps to the target, depending on the runs.
 
     Curves require that all runs train to the last epoch. Runs that stop at the target differ in
     length, and their length is the result.
@@ -183,12 +183,12 @@ CURVES = {
 
 CURVE = {"marker": "", "linewidth": 2.4}
 ON_TOP = {"marker": "D", "linewidth": 1.0, "markersize": 3.5, "markevery": 2, "zorder": 3}
-"""Style of exact selection, which stays visible if its curve equals that of MSTopK."""
+"""Style of the curve of exact selection, which stays visible if it equals that of MSTopK."""
 
 
 def plot_curves(found, path):
     """Plots accuracy, error and loss over epochs: mean and range over seeds."""
-    # Older results have no losses, and no panel of them.
+    # Older results contain no losses, so omit their panel.
     noted = all("losses" in run for runs in found.values() for run in runs)
     names = [name for name in CURVES if noted or name != "losses"]
 

@@ -172,17 +172,18 @@ def _models() -> Iterator[Model]:
         """Returns a model of which one device trains `per_s` samples per second."""
         return Model(name=name, layers=tuple(layers), batch=batch, step_s=batch / per_s)
 
-    # Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s on one K20m (it seems), 3.90 s on
-    # eight.
+    # Theano-MPI (Ma et al. 2016), Table 3: 5,120 images in 31.2 s (presumably on one K20m), and
+    # 3.90 s on eight.
     yield trained("alexnet", alexnet(), 128, 5120 / 31.2)
     # Poseidon (Zhang et al. 2017), section 5.1 and Table 3, on a Titan X: GoogLeNet on Caffe, the
-    # others on TensorFlow; VGG19-22K on TensorFlow unmodified (34.5 under Poseidon).
+    # others on TensorFlow; VGG19-22K on unmodified TensorFlow (34.5 images/s with Poseidon).
     yield trained("googlenet", googlenet(), 128, 257)
     inception = trained("inception_v3", inception_v3(), 32, 43.2)
     yield inception
     yield VGG19
     yield trained("vgg19_22k", vgg19(21_841), 32, 34.8)
-    # Not published: scaled from inception_v3 by FLOPs; batch of Poseidon, section 5.1.
+    # The step time is not published, so scale that of inception_v3 by FLOPs. The batch size is from
+    # Poseidon, section 5.1.
     layers = tuple(resnet(3, 8, 36, 3))
     flops = sum(layer.flops for layer in layers)
     step_s = inception.step_s * flops / inception.flops
@@ -192,8 +193,8 @@ def _models() -> Iterator[Model]:
     yield trained("vgg19", vgg19(1000), 256, 560)
     yield trained("resnet50", resnet(3, 4, 6, 3), 256, 1150)
     yield trained("resnet50_96", resnet(3, 4, 6, 3), 256, 4400)
-    # No batch is published; 8 explains Table 3, given the exposed time per parameter of VGG-19 and
-    # ResNet-50.
+    # No batch size is published; 8 is consistent with Table 3, given the exposed communication time
+    # per parameter of VGG-19 and ResNet-50.
     bert = trained("transformer_110m", transformer(), 8, 32)
     yield bert
     # `keras_hub.models.GPT2CausalLM`, preset "gpt2_base_en". Its time is scaled by FLOPs.

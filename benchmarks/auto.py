@@ -77,7 +77,7 @@ def compared(cells):
 
 
 def show(cells):
-    """Prints a line per configuration, and the mean distance from the best fixed scheme."""
+    """Prints a line per configuration, and the mean slowdown relative to the best fixed scheme."""
     header = (
         *("model", "ranks", "network", "best fixed scheme", "all-reduce", "auto", "auto / best"),
         *("auto / all-reduce", "chosen", "predicted"),

@@ -14,7 +14,7 @@ from tfposeidon.factors.pairs import FactorShape
 from tfposeidon.gradients import Description
 from tfposeidon.policies import HybComm
 
-# Batches of Poseidon, section 1 and Table 3.
+# Batch sizes in Poseidon, section 1 and Table 3.
 BATCHES = {"alexnet": 256, "googlenet": 128, "inception_v3": 32, "vgg19": 32, "vgg19_22k": 32}
 WORKERS = (2, 4, 8, 16, 32)
 
@@ -41,7 +41,7 @@ def parse_arguments():
 
 
 def rows_of(model, batch, workers):
-    """Yields a row per fully connected layer: the choice and its ratio, by number of workers."""
+    """Yields a row per fully connected layer: choice and ratio of bytes, by number of workers."""
     for layer in model.layers:
         if not layer.rows:
             continue

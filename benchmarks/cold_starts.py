@@ -1,11 +1,11 @@
-"""Starts jobs with `auto` again and again, alone and beside a load, and compares their choices.
+"""Starts jobs with `auto` repeatedly, without and with other load, and compares their choices.
 
     python -m benchmarks.cold_starts           # 10 starts of 3 configurations; 20 minutes
     python -m benchmarks.cold_starts --full    # also while a process keeps a core busy; 1 hour
 
 Each start measures the network, decides, and then times five steps with the chosen scheme. Steps
-and times are those of `benchmarks.scaling`. Beside the load, all fixed schemes are measured once.
-An interrupted run resumes.
+and times are those of `benchmarks.scaling`. With the load, all fixed schemes are measured once. An
+interrupted run resumes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COMMON = {"dilation": None, "steps": 5, "cells": CELLS, "starts": 10}
 SHORT, FULL = COMMON | {"loads": [False]}, COMMON | {"loads": [False, True]}
 SMALLEST = FULL | scaling.SMALLEST | {"starts": 1, "cells": [("alexnet", "2x1", 10.0, None)]}
 NEAR, BEST = 0.02, 0.05
-"""Share by which a step may be longer than with the usual choice, and than the best scheme's."""
+"""Relative excess up to which a step counts as near the usual choice's, and the best scheme's."""
 
 
 def parse_arguments():
@@ -38,7 +38,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns a job per configuration, load and start, and one with the fixed schemes."""
+    """Returns a job per configuration, load and start, and with load, one of the fixed schemes."""
     found = {}
     for (model, layout, gbit, flow_gbit), load in itertools.product(options.cells, options.loads):
         cell = {"models": [model], "layouts": [layout], "gbits": [gbit], "flow_gbit": flow_gbit}
@@ -60,7 +60,7 @@ def run(start, load, **arguments):
 
 
 def compared(cells):
-    """Yields a row per configuration and load: choices, and how many starts are near or good."""
+    """Yields a row per configuration and load, with choices and numbers of near and good starts."""
     groups = collections.defaultdict(list)
     for cell in cells.values():
         groups[scaling.group(cell), cell["load"]].append(cell)

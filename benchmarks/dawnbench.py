@@ -1,13 +1,14 @@
-"""Measures the time to an accuracy of the DAWNBench example's small preset.
+"""Measures the time to a target accuracy with the small preset of the DAWNBench example.
 
     python -m benchmarks.dawnbench          # short: one seed, all-reduce and the paper's schedule
     python -m benchmarks.dawnbench --full   # three seeds, all schedules, omitted parts; two hours
 
 Systems are Horovod called directly (one all-reduce per gradient), all-reduce in buckets during the
-backward pass (as in PyTorch DDP) in 32 and 16 bits, the 2D torus, hierarchical top 1 % in all
-phases, the paper's schedule (fp16 compression) and `auto`. All have the same model, data, learning
-rates and evaluation. The link corresponds to 25 GbE in the paper's run (`RATE`). As in DAWNBench,
-time includes the tracing of steps, but not evaluation. An interrupted run resumes.
+backward pass (as in PyTorch DDP) in float32 and in float16, the 2D torus, hierarchical top 1 % in
+all phases, the paper's schedule (fp16 compression) and `auto`. All have the same model, data,
+learning rates and evaluation. The bandwidth between nodes (`RATE`) corresponds to 25 GbE in the
+paper's run. As in DAWNBench, time includes the tracing of steps, but not evaluation. An interrupted
+run resumes.
 """
 
 import functools
@@ -41,7 +42,7 @@ PARTS = {
     "sparse": "the paper's schedule, without the sparse phase",
     "lars": "the paper's schedule, without LARS",
 }
-"""Parts of the paper's schedule to omit."""
+"""Part of the paper's schedule to omit -> label of the run without it."""
 COMMON = {"layout": "2x2", "rate": RATE, "shortest": False}
 SHORT = COMMON | {"systems": ["allreduce", "paper"], "seeds": [0], "parts": []}
 FULL = COMMON | {"systems": list(SYSTEMS), "seeds": [0, 1, 2], "parts": list(PARTS)}
@@ -175,7 +176,7 @@ def spread(values, form):
 
 
 def epoch_seconds(seeds):
-    """Returns seconds of the fastest epoch of all seeds by resolution and batch.
+    """Returns the seconds of the fastest epoch over all seeds, by resolution and batch size.
 
     The first epoch of each phase includes the tracing of steps.
     """
@@ -188,7 +189,7 @@ def epoch_seconds(seeds):
 
 
 def plot(cells, path):
-    """Plots accuracy over training time, and the time to the target of each seed."""
+    """Plots accuracy over training time, and each seed's time to the target."""
     runs = runs_of(cells)
     target = 100 * target_of(runs)
 

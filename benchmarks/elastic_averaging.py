@@ -96,7 +96,7 @@ def run(part, system, workers, rate, **options):
 
 
 def paces(cells):
-    """Returns step rates of fast and slow workers by system, relative to no exchanges."""
+    """Returns step rates of fast and slow workers by system, relative to those without exchange."""
     found = {}
     for cell in cells.values():
         if cell["part"] == "pace":
@@ -108,7 +108,7 @@ def paces(cells):
 
 
 def accuracies(cells):
-    """Returns accuracies in percent: an array over seeds per run."""
+    """Returns the accuracies of each run in percent, as an array over seeds."""
     found = {}
     for cell in cells.values():
         if cell["part"] == "accuracy":

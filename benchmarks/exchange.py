@@ -1,4 +1,4 @@
-"""Measures time and bytes of single exchanges, and compares them with the limit of the link.
+"""Measures time and bytes of single exchanges, and compares them with the network's limit.
 
     python -m benchmarks.exchange            # short: 2 x 2 ranks, 200 Mb/s, 2^14 to 2^22 values
     python -m benchmarks.exchange --full     # the grid below: hours
@@ -12,11 +12,11 @@ ranks), all schemes, sufficient factors of 4 to 512 batch rows per rank, and the
 single collectives ("all_gather@across") and local work ("select@work") with all ranks busy.
 Exchanges are skipped if their limit or their products take more than 5 s, or if they exceed memory.
 
-The limit is payload / rate for the node that sends most. Over the lengths of each scheme and link a
-latency and a bandwidth are fitted (t = latency + payload / bandwidth, least squares of relative
-errors; without the burst that the shaper passes). Exchanges of one size are measured in turn,
-and those whose times differ by more than 10 % (the quartiles' distance, as a share of the median)
-are listed separately. An interrupted run resumes with the missing exchanges.
+The limit is payload / rate for the node that sends most. For each scheme and network, latency and
+bandwidth are fitted over the lengths (t = latency + payload / bandwidth, least squares of relative
+errors; the burst that the shaper passes is not counted). At each size, systems are measured
+alternately. Exchanges whose interquartile range exceeds 10 % of the median are listed separately.
+An interrupted run resumes with the missing exchanges.
 """
 
 import itertools
@@ -107,13 +107,13 @@ FULL = {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": 
 LARGEST_BURST = 0.01
 # With longer vectors sixteen ranks do not fit into memory.
 LONGEST_ABOVE_8_RANKS = 2**24
-# The bytes are those of all ranks; a gather of 2^24 values from each of 16 ranks needs too much.
+# The bytes are those of all ranks; a gather of 2^24 values from each of 16 ranks would not fit.
 MOST_GATHERED_BYTES = 4 * 2**30
 LONGEST_LIMIT_S = 5.0
-# Speed of a core in products of factors, only to skip exchanges that would take too long.
+# Speed of a core in products of factors, used only to skip exchanges that take too long.
 OPERATIONS_PER_S = 25e9
-# Distance of the quartiles / median of the times of an exchange. One short exchange of twenty that
-# the scheduler delayed has no effect on the quartiles.
+# Interquartile range / median of the times of an exchange. If the scheduler delays one exchange of
+# twenty, the quartiles do not change.
 LARGEST_SCATTER = 0.10
 # DDP exchanges the gradients of this model, without computation.
 PEER = {"model": "resnet50", "shrink": 1, "dilation": 0, "warm_up": 3, "steps": 3}
@@ -197,7 +197,7 @@ def measured_before(kept, layout, rate, flow):
 
 
 def is_grid(options):
-    """Returns whether the options select the grid, and no single exchanges."""
+    """Returns whether the options select the grid instead of single exchanges."""
     return options.full and not (options.systems or options.lengths or options.shapes)
 
 
@@ -225,15 +225,15 @@ def asked_for(systems, options):
 
 
 def grid(rate):
-    """Yields "system size" for each exchange of the grid over one link."""
+    """Yields "system size" for each exchange of the grid at one rate."""
     for systems, sizes, rates in GRID:
-        # Rates that the grid does not have are measured like its fast ones.
+        # At a rate that is not in the grid, measure all its exchanges.
         if rate in rates or rate not in RATES:
             yield from (f"{system} {size}" for size in sizes for system in systems)
 
 
 def is_within_limits(cell, layout, rate):
-    """Returns whether an exchange fits into memory, and its limit into the time for one."""
+    """Returns whether an exchange fits into memory, and is short enough to be measured."""
     # Imported here, since only the grid needs TensorFlow.
     from benchmarks.exchanges import busiest_node_bytes, stages_named
     from tfposeidon.communication.topology import Topology
@@ -304,8 +304,8 @@ def rows(cell):
         time_s = statistics.median(times)
         scatter = float(np.subtract(*np.percentile(times, [75, 25]))) / time_s
         limit_s = 8 * measured["busiest_bytes"] / rate if rate else None
-        # The shaper lets a burst through at once when an exchange begins, so that there is no limit
-        # for short ones.
+        # The shaper passes a burst at once when an exchange begins, so short exchanges have no
+        # limit.
         free_bytes = burst_bytes(rate) if rate else 0
         limited = rate is not None and free_bytes < LARGEST_BURST * measured["busiest_bytes"]
         yield {
@@ -327,7 +327,7 @@ def rows(cell):
 
 
 def fit(rows):
-    """Fits latency and bandwidth of one scheme over one link.
+    """Fits latency and bandwidth of one scheme on one network.
 
     Args:
       rows: Rows of `rows`, of several lengths.
@@ -345,7 +345,7 @@ def fit(rows):
 
 
 def show(cells):
-    """Prints a table per job, fitted latencies and bandwidths, and exchanges that vary."""
+    """Prints a table per job, fitted latencies and bandwidths, and exchanges whose times vary."""
     for cell in cells.values():
         found = list(rows(cell))
         print(
@@ -449,7 +449,7 @@ def draw_lines(figure, axes, found):
 
 
 def draw_bars(axes, found, systems):
-    """Draws a bar for each system, to one scale for all layouts of a link."""
+    """Draws a bar for each system, on one scale for all layouts with the same rate."""
     longest = {}
     for (_, rate), own in found.items():
         longest[rate] = max([longest.get(rate, 0), *(1e3 * row["time_s"] for row in own)])

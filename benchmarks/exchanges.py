@@ -17,7 +17,7 @@ DENSITIES, PRODUCT_ROWS = {"select": 0.01, "select_many": 0.1, "scatter": 0.01},
 
 
 def scheme_named(name):
-    """Returns a scheme by its name, with options behind colons.
+    """Returns a scheme by its name, with options after colons.
 
     Args:
       name: Name such as "torus2d:float16" or "hitopk:0.001:exact".
@@ -43,7 +43,7 @@ def one_server_each(lengths, ranks):
     """Returns the rules of "ps-adam": a server per dense kernel, "ps" for other variables.
 
     Args:
-      lengths: Elements of each variable by its path, in the order of the layers.
+      lengths: Number of elements of each variable by path, in the order of the layers.
       ranks: Number of ranks.
     """
     # The gradient of the last layer appears first.
@@ -52,7 +52,7 @@ def one_server_each(lengths, ranks):
 
 
 def factors_named(system, size):
-    """Returns a scheme of factors, and the shape of one rank's factors.
+    """Returns a scheme of sufficient factors, and the shape of one rank's factors.
 
     Args:
       system: Name such as "factors:32", for 32 rows on each rank.
@@ -69,7 +69,7 @@ def transfer_named(system, length, topology):
     Args:
       system: Name such as "all_gather@across": operation and group of ranks; "16" after the
         operation means float16.
-      length: Values that each rank has.
+      length: Number of values on each rank.
       topology: The ranks of the job.
     """
     operation, name = system.split("@")

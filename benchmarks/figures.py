@@ -1,7 +1,7 @@
 """Colors, line styles and names of all systems that the benchmarks plot, and the saving of figures.
 
 Each system has the same color in all figures. tfposeidon is solid and bold, other frameworks are
-dashed or hatched; of two shades of a color the darker one has 16-bit compression. Figures are as
+dashed or hatched; of two shades of a color, the darker one marks 16-bit compression. Figures are as
 wide as a page of the documentation, so that no text on it is smaller than 8 points.
 """
 
@@ -26,7 +26,7 @@ SETTINGS = {
     "hatch.linewidth": 1.2,
 }
 REFERENCE = {"color": "#444444", "linestyle": ":", "linewidth": 1.2}
-"""Lines that mark limits instead of systems."""
+"""Style of lines that mark limits instead of systems."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Style:
       label: Name for the legend and for ticks.
       color: Hexadecimal color, which no other system has.
       ours: True if the system is part of this project, False for other frameworks.
-      marker: Shape of its points.
+      marker: Shape of the system's points.
     """
 
     label: str
@@ -105,7 +105,7 @@ DEFAULTS = (":mstopk",)
 PARTS = ("#264653", "#2a9d8f", "#e0b84c", "#c1666b")
 """Colors of steps of an exchange and of parts of a computation, which are not systems."""
 BASELINE = "#b8b8b8"
-"""Color of the reference of parts."""
+"""Color of the reference curve in plots of parts."""
 MODELS = {
     "googlenet": "GoogLeNet",
     "resnet50": "ResNet-50",
@@ -171,7 +171,7 @@ def bars(axis, values, form="{:,.0f}", names=True, limit=None):
     Args:
       axis: Axes to draw on.
       values: System -> value, or None if it was not measured.
-      form: Format of the figures.
+      form: Format of the values.
       names: True to write the names of systems next to the bars.
       limit: Right end of the axis; by default a little more than the longest bar.
     """
@@ -230,7 +230,7 @@ def save(path, panels, draw, columns=2, height_in=3.0):
     Args:
       path: File to write.
       panels: Number of panels; if the last row has a single panel, it has the whole width.
-      draw: Function of the figure and the list of its axes, which draws on them.
+      draw: Function that takes the figure and the list of its axes, and draws on the axes.
       columns: Number of panels in a row.
       height_in: Height of a row, in inches.
     """

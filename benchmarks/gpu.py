@@ -1,4 +1,4 @@
-"""Compares the native library on a CUDA GPU with copies in its memory and PyTorch's `topk`.
+"""Compares the native library on a CUDA GPU with memory copies and PyTorch's `topk`.
 
     python -m benchmarks.gpu           # short: 25.6 M elements
     python -m benchmarks.gpu --full    # 256 K to 128 M elements; two minutes
@@ -50,7 +50,7 @@ def run(distribution, elements, density):
 
 
 def in_pytorch(elements, k):
-    """Returns seconds of PyTorch's selection by magnitude, or nothing without PyTorch."""
+    """Returns seconds of PyTorch's selection by magnitude; without PyTorch, an empty dictionary."""
     try:
         import torch
     except ImportError:
@@ -89,14 +89,14 @@ PASSES = {
     "correction": 5,
     "scatter": 1,
     "encode": 1.5,
-    "sum_rows": 0.75,  # 16-bit values of four rows of a quarter's length, and their sum.
+    "sum_rows": 0.75,  # Four 16-bit rows, each a quarter of the vector, and their float32 sum.
     "norms": 1,
 }
 """Bytes that each operation must read and write, as a multiple of the vector; a copy has 2."""
 
 
 def least_s(cell, name):
-    """Returns the seconds that an operation must take at the rate of a copy.
+    """Returns the minimum seconds of an operation at the bandwidth of a copy.
 
     >>> least_s({"copy_s": 2.0}, "feedback")
     3.0

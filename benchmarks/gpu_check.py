@@ -6,8 +6,8 @@
 
 Each check prints a line, `ok` or `FAIL`, with seconds and results; a failure does not end a stage.
 The exit status is 1 if a check failed, and 3 if TensorFlow finds no GPU. Without a GPU the same
-code runs on the CPU. Environment: lines are also appended to the file RESULTS; FEW=1 omits most of
-`two`; MODELS and POLICIES choose the models and policies that `speed` times.
+code runs on the CPU. Environment variables: RESULTS names a file to which lines are also appended;
+FEW=1 omits most of `two`; MODELS and POLICIES select the models and policies that `speed` times.
 """
 
 import argparse

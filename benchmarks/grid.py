@@ -11,12 +11,12 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.text import parse_rate
 
 SMALL, LARGE = 2**8, (2**14, 2**20, 2**24)
-"""Lengths of the single collectives that determine latencies, and that may determine rates."""
+"""Lengths of the collectives that determine latencies, and of those that determine bandwidths."""
 WORK, NO_WORK = 2**22, 2**16
 PAIRS = tuple(round(DENSITIES[kind] * WORK) for kind in ("select", "select_many"))
 """Lengths of the local work that determines the speed of a rank, and pairs in this work."""
 HALF_PER_SUM = 45.0
-"""Seconds of a sum in float16 in Horovod's ring for each second of one in float32; fitted."""
+"""Time of a float16 sum in Horovod's ring, relative to a float32 sum; fitted."""
 MEASURED_NEAR = {"100mbit": "200mbit"}
 """Rate without measured single collectives -> the rate whose measurements are scaled instead."""
 
@@ -43,7 +43,7 @@ def links_of(rows, layout, rate):
     Args:
       rows: Result of `measured`.
       layout: "MxN", nodes x ranks on each.
-      rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
+      rate: Bandwidth between nodes, such as "200mbit", or "unshaped".
     """
     if (layout, "unshaped", exchange.LOCAL_WORK[-1], str(WORK)) not in rows:
         # The layout is not completely measured.
@@ -65,7 +65,7 @@ def links_of(rows, layout, rate):
         probes.append(dataclasses.replace(one, length=length))
         samples[one.name] = [seconds - overhead_s(rows, layout)]
     links = measurement.estimate_links(probes, samples, topology, rates_of(rows, layout))
-    # Each time is a median.
+    # Each time is already a median, so assume no uncertainty.
     links = dataclasses.replace(links, uncertainty=0.0)
     if near == rate:
         return links
@@ -127,15 +127,15 @@ def rates_of(rows, layout):
         for kind in ("sum", "encode", "select", "select_many", "multiply")
     }
     rates = measurement.rates_of(times, WORK, PAIRS, (PRODUCT_ROWS, round(WORK**0.5)))
-    # Replaced if a float16 all-reduce was measured.
+    # The fit replaces `half_s` if a float16 all-reduce was measured.
     return dataclasses.replace(rates, half_s=HALF_PER_SUM * rates.sum_s)
 
 
 def links_at(rows, layout, bits_per_s):
     """Returns the network profile of a layout at a rate that the grid does not contain.
 
-    Latencies and speeds are those of unshaped links, and the efficiency of the link is that at
-    200 Mb/s.
+    Latencies and compute speeds are those of the unshaped network, and the share of the rate that
+    is achieved is that at 200 Mb/s.
     """
     links, shaped = links_of(rows, layout, "unshaped"), links_of(rows, layout, "200mbit")
     if links is None or shaped is None:

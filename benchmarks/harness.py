@@ -84,7 +84,7 @@ class Results:
     def add(self, key, answer):
         """Stores an answer, with its machine and commit.
 
-        The file is renamed when it is complete: an interruption leaves the old or the new one.
+        The file is renamed when it is complete: an interruption leaves the old or the new file.
 
         Args:
           key: Key of the job.
@@ -154,7 +154,7 @@ def parse(parser, short, full, smallest, others=None):
 
     Args:
       parser: Parser from `argument_parser`.
-      short: Values by option, without an option for a version.
+      short: Values by option, if no flag selects a version.
       full: Values with `--full`.
       smallest: Values with `--smallest`.
       others: Values by the flag of a version that only this benchmark has.
@@ -185,7 +185,7 @@ def carry_out(options, planned, run, show, plot):
       planned: Key -> arguments of `run`, or a function from the results so far to such a mapping.
       run: Function that measures one job and returns its answer.
       show: Function that prints tables of all answers.
-      plot: Function that draws all answers and saves them under a path.
+      plot: Function that plots all answers, and saves the plot under a path.
 
     Raises:
       SystemExit: With status 1, if a job failed.
@@ -236,7 +236,7 @@ def cluster(layout, rate):
 
     Args:
       layout: "MxN": nodes x ranks per node.
-      rate: Rate of the links between nodes, such as "200mbit", or "unshaped".
+      rate: Bandwidth between nodes, such as "200mbit", or "unshaped".
     """
     nodes, per_node = layout.split("x")
     return f"--nodes {nodes} --per-node {per_node}" + (
@@ -311,7 +311,7 @@ def environment():
 
 
 def _answer(answer, report, options, task, worker):
-    """Returns the figures of a job and of the lab's report, or `None` without figures."""
+    """Returns a job's measurements and the lab's report, or `None` without measurements."""
     if not answer.exists():
         return None
     # A killed lab writes no report.

@@ -1,4 +1,4 @@
-"""Measures the four steps of HiTopKComm (Shi et al. 2021, Fig. 8) in the emulated cluster.
+"""Measures the four steps of HiTopKComm (Shi et al. 2021, Fig. 8) on an emulated cluster.
 
     python -m benchmarks.hitopk_steps        # 2 x 2 and 4 x 2 ranks, 200 Mb/s and 1 Gb/s; 5 minutes
 
@@ -43,14 +43,14 @@ def run(layout, rate, elements=ELEMENTS):
 
 
 def rows(cells):
-    """Yields layout, link and scheme as one name, and the seconds of each step."""
+    """Yields layout, rate and scheme as one name, and the seconds of each step."""
     for cell in cells.values():
         for system, measured in cell["systems"].items():
             yield f"{cell['layout']} {cell['rate']} {system}", measured["steps_s"]
 
 
 def show(cells):
-    """Prints milliseconds of each step and of all."""
+    """Prints milliseconds of each step, and their sum."""
     header = ("ranks, link, scheme", *STEPS, "total")
     found = [
         (name, *(f"{1e3 * s:.0f} ms" for s in (*steps, sum(steps)))) for name, steps in rows(cells)

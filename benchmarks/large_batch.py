@@ -3,10 +3,10 @@
     python -m benchmarks.large_batch          # short: one seed
     python -m benchmarks.large_batch --full   # three seeds; 4 minutes
 
-One process trains a CNN for the same number of epochs with a batch of 16, and with one of 256 by
-several rules: SGD at 2, 4, 8 and 16 times the rate of the small batch, LARS and LAMB. 16 ranks with
-a batch of 16 each give the same result, up to rounding (tests/optimizers/test_layer_rates.py). An
-interrupted run resumes.
+One process trains a CNN for the same number of epochs with a batch size of 16, and of 256 by
+several rules: SGD at 2, 4, 8 and 16 times the learning rate of the small batch, LARS and LAMB. 16
+ranks with a batch size of 16 give the same result, up to rounding
+(tests/optimizers/test_layer_rates.py). An interrupted run resumes.
 """
 
 import statistics
@@ -24,14 +24,14 @@ RATE = 0.05
 
 
 def schedule(peak, batch, samples, epochs, warmup=WARMUP):
-    """Returns a rate that rises to the peak, and falls to 0 at the last step.
+    """Returns a learning rate that rises to the peak, and decays to 0 at the last step.
 
     Args:
-      peak: Highest rate.
-      batch: Samples of a step.
-      samples: Samples of an epoch.
+      peak: Highest learning rate.
+      batch: Samples per step.
+      samples: Samples per epoch.
       epochs: Number of epochs in all.
-      warmup: Epochs in which the rate rises.
+      warmup: Epochs in which the learning rate rises.
     """
     steps = -(-samples // batch)
     return PolynomialDecayWithWarmup.by_epochs(peak, warmup, epochs - warmup, steps, power=2.0)
@@ -42,7 +42,7 @@ def _sgd(rate):
 
 
 RULES = {
-    # Name: batch, and a function from the maker of a schedule to the optimizer.
+    # Name -> batch size, and function that creates the optimizer with a function for schedules.
     "SGD, small batch": (SMALL, lambda rate: _sgd(rate(RATE, warmup=0))),
     "SGD, scaled rate": (SMALL * FACTOR, lambda rate: _sgd(rate(RATE * FACTOR, warmup=0))),
     **{
@@ -164,7 +164,7 @@ def plot(cells, path):
 
 
 def named(rule):
-    """Returns the label of a configuration with its batch."""
+    """Returns the label of a configuration, with its batch size."""
     return f"{rule} ({RULES[rule][0]})"
 
 

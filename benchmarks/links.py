@@ -3,9 +3,9 @@
     python -m benchmarks.links            # short: 2 x 2 ranks, 200 Mb/s
     python -m benchmarks.links --full     # 2x1 to 4x4 ranks, 100 Mb/s to 1 Gb/s; 15 minutes
 
-Each job measures several times as `tp.init()` does, without load and with a process that keeps one
-core busy. Rates are compared with the lab's, and latencies with the median of the measurements
-without load. An interrupted run resumes.
+Each job measures its profile several times, as `tp.init()` does, without load and with a process
+that keeps one core busy. Rates are compared with the lab's, and latencies with the median of the
+measurements without load. An interrupted run resumes.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from tfposeidon.text import parse_rate
 
 REPEATS = 7
 FARTHEST = 8.0
-"""Largest ratio that the plot shows, up and down."""
+"""Largest ratio that the plot shows; its inverse is the smallest."""
 SYSTEMS = ("quiet", "loaded")
 COMMON = {"repeats": REPEATS, "systems": SYSTEMS}
 SHORT = COMMON | {"layouts": ["2x2"], "rates": ["200mbit"]}
@@ -27,7 +27,7 @@ FULL = COMMON | {
 }
 SMALLEST = {"layouts": ["2x1"], "rates": ["1gbit"], "repeats": 2, "systems": SYSTEMS}
 ASKED_FOR = {"quiet": {"rate": 0.10, "latency": 0.25}, "loaded": {"rate": 0.20, "latency": 0.50}}
-"""Targets of the errors, for up to 8 ranks."""
+"""Targets for relative errors, for up to 8 ranks."""
 
 
 def parse_arguments():
@@ -117,7 +117,7 @@ def cells_of(row):
 
 
 def plot(cells, path):
-    """Plots measured rates and latencies relative to their references, with a point for each."""
+    """Plots measured rates and latencies relative to their references, a point per measurement."""
     found = list(rows(cells))
     panels = ("rate", "latency")
     titles = ("measured rate / rate of the lab", "measured latency / median without load")

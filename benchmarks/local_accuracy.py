@@ -1,4 +1,4 @@
-"""Compares the accuracy of local updates with all-reduce, by the bytes that they send.
+"""Compares local updates with all-reduce: accuracy, and bytes that a rank sends.
 
     python -m benchmarks.local_accuracy                       # short: digits, three seeds
     python -m benchmarks.local_accuracy --full                # ten seeds, images too; three hours
@@ -9,9 +9,8 @@ Four ranks on four nodes train an MLP on scikit-learn's digits, and a CNN with b
 on synthetic images (examples/data/draw_shapes.py), for 384 steps or for four times as many. Samples
 of the ranks are IID ("alike"), or non-IID ("own classes"). With the same seed all systems start
 with the same weights and read the same samples in the same order, so differences are paired. Bytes
-are those of the plan. Accuracies, which do not depend on links, are measured without a limit on
-them, and step times are measured separately, at 200 Mb/s. An interrupted run
-resumes.
+are those of the plan. Accuracies do not depend on bandwidth, so they are measured without a limit
+on it. Step times are measured separately, at 200 Mb/s. An interrupted run resumes.
 """
 
 import statistics
@@ -28,10 +27,10 @@ class System(NamedTuple):
     """Method of training in the comparison.
 
     Attributes:
-      kind: Name of all systems that one job measures.
-      method: Name of all systems that differ in `every` alone.
-      rule: Rule of the worker.
-      every: Steps between exchanges.
+      kind: Group of systems that one job measures.
+      method: Name without `every`, which systems that differ only in `every` share.
+      rule: Argument `rule` of `optimizer_of` in the worker.
+      every: Steps between synchronizations.
       scheme: Scheme of an exchange.
       look: System of `figures` that determines the color.
     """
@@ -52,7 +51,7 @@ class System(NamedTuple):
 BASE, LIKE_BASE = "all-reduce", "all-reduce by AdamW"
 EACH_STEP, VARIANTS = "in each step", "variants"
 LOCAL_BY_ADAMW = {"outer": "outer", "average by adamw": "average"}
-"""Rules of `LocalUpdates` for systems with AdamW inside."""
+"""Rules with AdamW as the inner optimizer -> outer optimizer of `LocalUpdates`."""
 SYSTEMS = {
     system.name: system
     for system in (
@@ -155,7 +154,7 @@ def planned(options):
 
 
 def run(part, kind, data, shares, seeds, epochs, layout, scale):
-    """Trains by all systems of a kind, from all seeds; or times their steps."""
+    """Trains with all systems of a kind and from all seeds, or times their steps."""
     systems = {
         name: {"rule": system.rule, "every": system.every, "scheme": system.scheme}
         for name, system in SYSTEMS.items()
@@ -174,9 +173,9 @@ class Outcome:
     Attributes:
       curves: Test accuracy in percent after each epoch, by seed.
       steps: Steps until the end.
-      rounds: Exchanges until then.
-      sent_bytes: Bytes that a rank has sent in them.
-      step_s: Seconds of a step over slow links; `None` if that was not measured.
+      rounds: Synchronizations until the end.
+      sent_bytes: Bytes that a rank sent in these synchronizations.
+      step_s: Seconds of a step at 200 Mb/s; `None` if steps were not timed.
     """
 
     def __init__(self, step_s):
@@ -194,7 +193,7 @@ class Outcome:
         return np.mean([curve[round(part * len(curve)) - 1] for curve in self.curves.values()])
 
     def beside(self, other):
-        """Returns the final difference from another outcome in points, by common seed."""
+        """Returns the final difference from another outcome in points, for each common seed."""
         seeds = self.curves.keys() & other.curves.keys()
         return np.array([self.curves[seed][-1] - other.curves[seed][-1] for seed in seeds])
 
@@ -202,7 +201,7 @@ class Outcome:
 def outcomes(cells):
     """Returns outcomes by data set and kind of shares, and by system."""
     step_s, found = {}, {}
-    # Times precede accuracies, which are in the order of their seeds.
+    # Process times first, and accuracies in the order of their seeds.
     for cell in sorted(
         cells.values(), key=lambda cell: (cell["part"] != "time", cell["task"]["seeds"])
     ):
@@ -284,9 +283,9 @@ def row(name, own, base, like):
 
     Args:
       name: Name of the system.
-      own: Its outcome.
+      own: Outcome of the system.
       base: Outcome of all-reduce.
-      like: Outcome of all-reduce by AdamW, or `None`.
+      like: Outcome of all-reduce with AdamW, or `None`.
     """
     differences, with_adamw = own.beside(base), SYSTEMS[name].rule in LOCAL_BY_ADAMW
     return (
@@ -304,7 +303,7 @@ def row(name, own, base, like):
 
 
 PLACES = {"local SGD": 0.9, "EASGD": 1.0, "DiLoCo": 1.11}
-"""Factors on the bytes of methods that send equally many, so that intervals do not overlap."""
+"""Factors that shift methods with equal bytes, so that their intervals do not overlap."""
 POINTS = (-80, -40, -20, -10, -5, -2, -1, -NEAR, 0, NEAR, 1, 2, 5)
 MEGABYTES = (0.02, 0.1, 0.5, 2, 10, 50)
 """Ticks of the axes."""

@@ -1,4 +1,4 @@
-"""Measures the cost of `LocalUpdates` per step over a slow link, and bytes per synchronization.
+"""Measures the cost of `LocalUpdates` per step on a slow network, and bytes per synchronization.
 
     python -m benchmarks.local_updates          # short: 2 x 2 ranks
     python -m benchmarks.local_updates --full   # 2 x 2 and 4 x 1 ranks; ten minutes
@@ -12,7 +12,7 @@ from benchmarks import figures, harness
 
 RATE = "200mbit"
 EVERY_STEP = "every step"
-"""Replaces the number of steps for systems that exchange gradients in each step."""
+"""Replaces the number of steps for systems that exchange gradients at every step."""
 SYSTEMS = {
     # Scheme, steps between synchronizations, overlap in steps, compute seconds of a step.
     "all-reduce in each step": ("allreduce", EVERY_STEP, 0, 0.0),
@@ -82,7 +82,7 @@ def cost_s(cell):
 
 
 def by_layout(cells):
-    """Returns answers by layout, and by system."""
+    """Returns answers by layout and system."""
     found = {}
     for cell in cells.values():
         found.setdefault(cell["layout"], {})[cell["system"]] = cell

@@ -40,7 +40,7 @@ def parse_arguments():
 def planned(options):
     """Returns a job for each layout, optimizer and side that updates.
 
-    Memory that one case leaves behind would be counted for the next one in the same job.
+    In a job with several cases, memory that one case retains would be counted in the next case.
     """
     cases = itertools.product(options.layouts, options.optimizers, options.updates)
     more = {} if options.elements == ELEMENTS else {"elements": options.elements}
@@ -59,7 +59,7 @@ def run(layout, optimizer, update, elements=ELEMENTS):
 def rows(cells):
     """Yields (ranks, optimizer, update), bytes of state, and resident bytes beyond plain SGD.
 
-    Both are medians of the ranks.
+    Both numbers of bytes are medians over ranks.
     """
     measured = {
         (c["layout"], c["optimizer"], c["update"]): c["systems"][c["optimizer"]]

@@ -1,10 +1,10 @@
-"""Measures norms of all layers: the native op and TensorFlow's, on all ranks and in parallel.
+"""Times the norms of all layers: native and TensorFlow's ops, on every rank and in parallel.
 
     python -m benchmarks.norms            # short: ResNet-50, 4 ranks
     python -m benchmarks.norms --full     # and CommLib's Transformer; 4, 8, 16 ranks; 10 minutes
 
-LARS needs the norms of each variable and of its gradient. The time in parallel (CommLib, section
-5.4) is that of the largest share, computed on an idle machine, and of the all-gather of the
+LARS needs the norms of each variable and of its gradient. The parallel time (CommLib, section 5.4)
+is the time of the largest share, computed on an idle machine, plus that of the all-gather of the
 results. Concurrent shares are measured, too, but 16 ranks share two CPU cores here, so each takes
 eight times as long as on its own machine. An interrupted run resumes.
 """
@@ -40,7 +40,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns jobs for library and op by model, and in parallel by layout."""
+    """Returns library and op jobs per model, and parallel jobs per model and layout."""
     jobs = [
         {"kind": kind, "model": model} for model in options.models for kind in ("library", "op")
     ]
@@ -251,7 +251,7 @@ def plot(cells, path):
 
 
 def milliseconds(cell):
-    """Returns medians of the times of a job, and of share and all-gather together."""
+    """Returns medians of the times of a job, and the sum of those of share and all-gather."""
     found = {
         name: 1e3 * statistics.median(measured["step_s"])
         for name, measured in cell["systems"].items()

@@ -3,7 +3,7 @@
     python -m benchmarks.overview            # short: ResNet-50 at 10 Gb/s
     python -m benchmarks.overview --full     # three models at 1, 10 and 25 Gb/s; an hour
 
-Steps, models and links are those of `benchmarks.scaling`. Bandwidths and times are those of the
+Steps, models and networks are those of `benchmarks.scaling`. Bandwidths and times are those of the
 real cluster. An interrupted run resumes.
 """
 
@@ -69,7 +69,7 @@ def milliseconds(seconds):
 
 
 def choices(cells):
-    """Yields a row per plan that was chosen by predicted steps."""
+    """Yields a row per plan that was chosen by predicted step times."""
     for cell in cells.values():
         dilation = cell["task"]["dilation"]
         for system, figures_of in cell["systems"].items():

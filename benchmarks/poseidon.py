@@ -3,11 +3,11 @@
     python -m benchmarks.poseidon            # short: one model on 2 and 4 ranks
     python -m benchmarks.poseidon --full     # the paper's bandwidths on up to 16 ranks; 2.5 hours
 
-These are speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time that
-ranks are stalled (Fig. 7), and bytes that each node sends and receives (Fig. 10). "ps-late" sends
-after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server per layer;
-"horovod" is Horovod's own all-reduce. Times, links and sizes are scaled as in benchmarks.scaling.
-An interrupted run resumes.
+The figures show speed-up over nodes (Figs. 5 and 6) and over bandwidth (Fig. 8), the share of time
+that ranks are stalled (Fig. 7), and bytes that each node sends and receives (Fig. 10). "ps-late"
+sends after the backward pass, "ps" during it (WFBP), "ps-adam" sends factors to one server per
+layer; "horovod" is Horovod's own all-reduce. Times, bandwidths and sizes are scaled as in
+benchmarks.scaling. An interrupted run resumes.
 """
 
 import statistics
@@ -93,7 +93,7 @@ def speedups(cells):
 
 
 def show(cells):
-    """Prints speed-ups, those of the paper, the share of stalled time, and traffic."""
+    """Prints measured and published speed-ups, the share of stalled time, and traffic."""
     print(
         f"\nspeed-up over one rank, {harness.emulated(cells)}; "
         "in brackets: mean share of time in which ranks are stalled"
@@ -181,7 +181,7 @@ def line(system):
 
 
 def draw_nodes(axis, model, found):
-    """Plots speed-up over the number of nodes, on fast links."""
+    """Plots speed-up over the number of nodes, at the highest bandwidth."""
     for system in figures.in_order(SYSTEMS):
         points = [
             (int(layout.removesuffix("x1")), own[system])

@@ -7,14 +7,14 @@
 
 The grid comes from `python -m benchmarks.exchange --full --results
 docs/results/exchange_grid.json`. The network profile is fitted, as before the first step of a job,
-to the single collectives and the local work in it, not to exchanges of schemes. The burst that the
-lab's shaper passes is subtracted and the time of a call is added, because all measured times
-contain both.
+to the single collectives and the local work of the grid, not to exchanges of schemes. The burst
+that the lab's shaper passes is subtracted and the time of a call is added, because all measured
+times contain both.
 
-Errors are (predicted - measured) / measured, where the measured median is known to 5 % (standard
-error); the others are a separate group. Then the exchange that `auto` would choose is compared
-with the best one and with all-reduce. Nothing is fitted to steps: emulated accelerators have fixed
-compute times, and exchanges take the times that the same profile predicts.
+Errors are (predicted - measured) / measured. Exchanges whose measured median has a standard error
+above 5 % form a separate group. Then the exchange that `auto` would choose is compared with the
+best one and with all-reduce. Nothing is fitted to steps: emulated accelerators have fixed compute
+times, and exchanges take the times that the same profile predicts.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from tfposeidon.policies import Auto
 
 GRID = harness.RESULTS / "exchange_grid.json"
 LINK_BOUND = 0.8
-"""Share of the time on the link above which the link determines the time of an exchange."""
+"""Ratio of the network's limit to a time, above which the network determines this time."""
 LARGEST_ERROR = 0.05
 """Relative standard error above which a measured median is uncertain."""
 
@@ -48,8 +48,8 @@ def compared(rows):
       rows: Result of `grid.measured`.
 
     Yields:
-      Dictionaries with layout, rate, system, size, measured and predicted seconds, the minimum
-      share of the link, and whether the measured time is accurate.
+      Dictionaries with layout, rate, system, size, measured and predicted seconds, the ratio of the
+      network's limit to the measured time, and whether the measured time is accurate.
     """
     links = {}
     for (layout, rate, system, size), row in rows.items():
@@ -81,8 +81,8 @@ def predicted(system, size, topology, links, burst_s=0.0):
       system: Name of the scheme, with options, as in `benchmarks.exchange`.
       size: Number of values, or the shape of a matrix.
       topology: The ranks of the job.
-      links: Links of the job.
-      burst_s: Seconds of a shaped link's rate that it passes at once.
+      links: Network profile of the job.
+      burst_s: Burst that the shaper passes at once, in seconds at the shaped rate.
     """
     factors = ()
     if "x" in size:
@@ -114,7 +114,7 @@ def error(row):
 
 
 def summary(name, rows):
-    """Returns a table row: median, 90th percentile and maximum of absolute errors."""
+    """Returns a table row: number of rows, quantiles of absolute errors, and median error."""
     errors = [error(row) for row in rows]
     sizes = np.abs(errors)
     return (
@@ -150,7 +150,7 @@ def show(rows, some, holds):
     Args:
       rows: Rows with their predictions.
       some: Name of a group that is hard to predict.
-      holds: Function that returns whether a row belongs to it.
+      holds: Function that returns whether a row belongs to this group.
     """
     groups = {"all": lambda row: True, "schemes of auto": is_considered, some: holds}
     for key in ("file", "layout", "rate"):
@@ -191,7 +191,7 @@ def changed(name, value):
 
 
 def show_constants(rows):
-    """Prints errors with a neutral value instead of each constant, and with half and twice its own.
+    """Prints errors with a neutral value of each constant, and with half and twice its value.
 
     Args:
       rows: Result of `grid.measured`.
@@ -247,7 +247,7 @@ def chosen(options, timed_trials):
     """Returns the system that `auto` chooses.
 
     Args:
-      options: Rows of one exchange by system, all-reduce among them.
+      options: Rows of one exchange by system, including all-reduce.
       timed_trials: True if a timed trial decides between the two best with similar predictions.
     """
     seconds_of = {system: row["predicted_s"] for system, row in options.items()}

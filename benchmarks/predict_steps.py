@@ -44,7 +44,7 @@ def descriptions_of(model):
 
 
 def timeline_of(model, dilation, links):
-    """Returns when an emulated model has its gradients.
+    """Returns when each gradient of an emulated model is ready, and when the computation ends.
 
     The accelerator is emulated, but the CPU really computes the products of dense layers.
     """
@@ -81,7 +81,7 @@ def predicted_step(cell, system, links):
     if name == "ps-adam":
         scheme = one_server_each({d.path: d.length for d in descriptions}, topology.size)
     if name in HOROVOD:
-        # One all-reduce per gradient, which Horovod fuses.
+        # Horovod is called once per gradient, and fuses these calls.
         scheme, bucket_bytes = HOROVOD[name], 0
     plan = make_plan(
         descriptions,
@@ -94,7 +94,7 @@ def predicted_step(cell, system, links):
 
 
 def links_of(rows, cell):
-    """Returns the network profile of a job from the grid, or `None` without its layout."""
+    """Returns a job's network profile from the grid, or `None` if the grid lacks its layout."""
     bits_per_s = cell["rate_bits_per_s"]
     links = grid.links_at(rows, cell["layout"], bits_per_s)
     if links is None or "flow_gbit" not in cell:
@@ -121,7 +121,7 @@ def compared(rows):
             for system, found in cell["systems"].items():
                 if system == "alone" or "step_s" not in found:
                     continue
-                # The prediction of `auto` itself, from the network profile that it measured.
+                # Prefer the prediction of `auto` itself, from the network profile that it measured.
                 step_s = found.get("predicted_s") or predicted_step(cell, system, links)
                 measured_s = statistics.median(found["step_s"])
                 yield {

@@ -7,8 +7,8 @@
 The slow source is a folder that a preloaded library slows down (`native/slow_source.c`): every open
 takes 4 ms, and all processes share 30 or 10 MB/s. The limit of reading from memory is one thread
 that copies the same records of the same file in random order into one buffer
-(`native/random_records.c`). Training is that of CommLib's Fig. 9. Ratios are of one run,
-in which systems take turns. An interrupted run resumes.
+(`native/random_records.c`). Training is that of CommLib's Fig. 9. Ratios compare systems that
+alternate in one run. An interrupted run resumes.
 """
 
 import json
@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks import figures, harness
 
-# Rates of the slow source: a tuned reader keeps up with training at the first, and the second is
-# too slow for it.
+# Rates of the slow source: at the first, a tuned reader keeps up with training; at the second, none
+# does.
 MB_S = [30, 10]
 HELD = ("imports", "datacache", "tf.data cache")
 COMMON = {"mb_s": MB_S, "nodes": {"layout": "2x2"}, "held": HELD, "ranks": [1, 2, 4]}
@@ -47,7 +47,7 @@ SMALLEST = {
     "sizes": [96],
     "parts": ["warm", "memory", "training"],
     "rounds": 1,
-    # A single job, because each of its ranks imports TensorFlow.
+    # Measure one system on one rank only, because each process imports TensorFlow.
     "held": ["datacache"],
     "ranks": [1],
     "images": 64,
@@ -57,7 +57,7 @@ SMALLEST = {
 }
 BATCH = {96: 256, 224: 128}
 OPEN_MS = 4
-# New jobs read several times the data, so that an iterator's start counts for little.
+# New jobs read several times as much data, so that the start of an iterator has little weight.
 JOBS_DATA = 4
 # Each measuring process has its own folder, which it removes.
 POOL = f"datacache-benchmark-{os.getpid()}"
@@ -175,7 +175,7 @@ def compiled(folder, source, *flags):
 
 
 def draw(path, images):
-    """Writes JPEG files of some 100 kB into ten folders, and returns their bytes."""
+    """Writes JPEG files of some 100 kB into ten folders, and returns their total size in bytes."""
     import tensorflow as tf
 
     total = 0
@@ -262,7 +262,7 @@ def show_jobs(cells):
 
 
 def ratio(cell, one, other, what):
-    """Returns the median over rounds, between which the machine's speed changes."""
+    """Returns the median of ratios within a round, since the machine's speed changes over time."""
     values = [cell["systems"][name][what] for name in (one, other)]
     return statistics.median(a / b for a, b in zip(*values, strict=True))
 

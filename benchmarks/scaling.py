@@ -5,10 +5,10 @@
     python -m benchmarks.scaling --models vgg19 --layouts 4x4 --gbits 25 --systems torus2d hitopk
     python -m benchmarks.scaling --gbits 25 --flow-gbit 5   # a limit per connection, as in clouds
 
-Accelerators are emulated: compute takes the papers' times, dilated (computation and links are D
-times slower; D is 4, and 1 up to 1 Gb/s, where the link alone makes steps long). A model that does
-not fit into memory is shrunk by f, and links by f squared. Bandwidths are those of the real
-cluster. Other frameworks are Horovod called directly, PyTorch DDP, Keras on JAX with
+Accelerators are emulated: compute takes the papers' times, dilated (computation and network are D
+times slower; D is 4, or 1 up to 1 Gb/s, where the network alone makes steps long). A model that
+does not fit into memory is shrunk by f, and bandwidth by f squared. Bandwidths are those of the
+real cluster. Other frameworks are Horovod called directly, PyTorch DDP, Keras on JAX with
 `keras.distribution` and MultiWorkerMirroredStrategy. An interrupted run resumes.
 """
 
@@ -45,7 +45,7 @@ SMALLEST = {
     "models": ["alexnet"],
     "layouts": ["2x1"],
     "gbits": [10.0],
-    # `auto` and `overview` use it in their smallest case, too.
+    # `benchmarks.auto`, `cold_starts` and `overview` use these values, too, and need `auto`.
     "systems": ["alone", "allreduce", "horovod", "auto"],
     "dilation": 0.2,
     "steps": 1,
@@ -61,7 +61,7 @@ class Case(NamedTuple):
       layout: "MxN", nodes x ranks on each.
       gbit: Bandwidth between real nodes, in Gb/s.
       dilation: Factor on all times.
-      flow_gbit: Limit of each connection between real nodes, in Gb/s; `None` for none.
+      flow_gbit: Limit of each connection between real nodes, in Gb/s; `None` for no limit.
       uneven: Factor on the compute times of rank 0.
     """
 
@@ -124,7 +124,7 @@ def planned(options):
     """Returns one job per model, layout, bandwidth and worker."""
     programs = harness.by_worker(options.systems, "keras_fit").items()
     cases = itertools.product(options.models, options.layouts, options.gbits, programs)
-    # Add it only if it is set, so that keys of stored results stay valid.
+    # Add `flow_gbit` only if it is set, so that keys of stored results stay valid.
     flow = {"flow_gbit": options.flow_gbit} if options.flow_gbit else {}
     return harness.keyed(
         {"model": model, "layout": layout, "gbit": gbit, "worker": worker, "systems": systems}
@@ -141,7 +141,7 @@ def dilation_at(gbit):
 
 
 def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None, uneven=1.0):
-    """Measures systems on one model, at a link rate scaled by dilation and shrinking."""
+    """Measures systems on one model, at a bandwidth scaled by dilation and shrinking."""
     shrink = SHRINK.get(model, 1)
     slower = dilation * shrink**2
     rate = gbit * 1e9 / slower
@@ -217,13 +217,13 @@ def row(system, figures, cell):
         "stalled": [max(0.0, 1 - compute_s / rank_s) for rank_s in ranks],
         "efficiency": min(1.0, compute_s / step_s),
         "wire_s": wire_s,
-        # Forward is a third of compute; the rest is what communication can hide behind.
+        # The forward pass is a third of the computation; communication can overlap with the rest.
         "ideal_s": max(compute_s, compute_s / 3 + wire_s),
     }
 
 
 def show(cells):
-    """Prints a table per case, with times of the real cluster (measured ones / D)."""
+    """Prints a table per case, with times of the real cluster (measured times / D)."""
     for case, rows in groups(cells).items():
         cell = next(c for c in cells.values() if group(c) == case)
         task, dilation = cell["task"], case.dilation

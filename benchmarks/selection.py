@@ -5,8 +5,8 @@
 
 Selection is compared with one read, error feedback with one addition, and scatter-add with one zero
 fill. The C++ library is compiled and measured alone; the ops are measured inside TensorFlow, with
-TensorFlow's own selection. Ratios are of one run, in which functions take turns. An
-interrupted run resumes.
+TensorFlow's own selection. Ratios compare functions that alternate in one run. An interrupted run
+resumes.
 """
 
 import itertools
@@ -46,7 +46,7 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns jobs of library and ops by distribution, length and density."""
+    """Returns one job per library or ops, distribution, length and density."""
     cases = itertools.product(
         ("library", "ops"), options.distributions, options.elements, options.densities
     )
@@ -139,7 +139,7 @@ def in_tensorflow(distribution, elements, density):
 
 
 def kept(x, k):
-    """Returns recall and share of the norm of each method, relative to exact selection."""
+    """Returns each method's recall of the largest elements, and its share of the vector's norm."""
     largest = set(ops.top_k(x, k, "exact")[1].numpy().tolist())
     norm = float(tf.norm(tf.cast(x, tf.float64)))
     figures = {}
@@ -172,7 +172,7 @@ def drawn(distribution, elements, seed=0):
 def real_gradient(elements, seed):
     """Returns a gradient of a network on scikit-learn's digits after a few steps.
 
-    The network is wide enough for 26 M weights; longer vectors repeat it.
+    The network is wide enough for 26 M weights; longer vectors repeat its gradient.
     """
     from sklearn.datasets import load_digits
 
@@ -191,7 +191,7 @@ def real_gradient(elements, seed):
             for g in tape.gradient(value, [v.value for v in model.trainable_variables])
         ]
     )
-    # Rolled, so that short vectors have values of several layers.
+    # Roll the gradient, so that short vectors have values of several layers.
     return np.resize(np.roll(gradient, -len(gradient) // 3), elements)
 
 
@@ -255,7 +255,7 @@ def cells_of(cell):
 
 
 def ratios(density):
-    """Returns what a panel compares: names of two times, label and color of their ratio.
+    """Returns the ratios of a panel: names of two times, and label and color of their ratio.
 
     A selection has the color of the scheme that uses it.
     """

@@ -11,8 +11,8 @@ module has fewer than 60 lines of code and one importer. A private name of Keras
 that begins with an underscore, occurs in Keras's source, and is used but not defined in this code.
 
 A docstring is complete if its `Args` name every parameter and it has `Returns` or `Yields`, or a
-summary that begins with that word. Properties, methods with `@override` and functions without
-parameters are not counted. A constructor's `Args` may be those of its class.
+summary that begins with one of these words. Properties, methods with `@override` and functions
+without parameters are not counted. A constructor's `Args` may be those of its class.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 def small(tree: Tree) -> list[str]:
-    """Returns small modules, without those whose names `docs/api.md` or the package shows."""
+    """Returns small modules, except those that the `__init__` of their package imports."""
     importers = Counter(one for found in imports_of(tree).values() for one in found)
     return [
         module.name
@@ -254,20 +254,20 @@ def _is_shown(name: str, tree: Tree) -> bool:
 
 
 def layers(root: Path) -> int:
-    """Returns the number of layers of the package's contract."""
+    """Returns the number of layers in the import contract of the package."""
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"]
     return len(settings["contracts"][0]["layers"])
 
 
 def longest_chain(tree: Tree) -> int:
-    """Returns the number of modules of the longest chain of imports."""
+    """Returns the number of modules in the longest chain of imports."""
     imports = imports_of(tree)
 
     @cache
     def height(name: str) -> int:
         module = tree.modules[name]
         own = not module.is_package and not name.endswith("__main__")
-        # The packages of a module import it, which would be a cycle.
+        # Omit the packages of a module, which import it: this would be a cycle.
         below = {one for one in imports[name] if not name.startswith(f"{one}.")}
         return own + max(map(height, below), default=0)
 
@@ -300,7 +300,7 @@ def at_run_time(root: Path) -> dict[str, int]:
     """Returns the metrics that `AT_RUN_TIME` prints for a tree, from a separate process."""
     command = [sys.executable, "-c", AT_RUN_TIME]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=root == ROOT)
-    # Earlier revisions have other attributes than the program uses.
+    # The program fails on revisions that lack attributes which it uses.
     replaced, frames = done.stdout.split()[-2:] if not done.returncode else ("", "")
     found = {
         "frames from apply to the all-reduce": frames,
@@ -353,7 +353,7 @@ def documented(tree: Tree) -> Iterator[tuple[str, ast.FunctionDef, str]]:
 
 
 def _names_in_docs(text: str) -> set[tuple[str, str]]:
-    """Returns pairs of a module's or package's name and a name in it; `*` is any public one."""
+    """Returns pairs of a module's or package's name and a name in it; `*` is any public name."""
     found = set()
     directive = r"^\.\. auto(\w+):: ([\w.]+)\n(?:   :members:([^\n]*)\n)?"
     for kind, name, members in re.findall(directive, text, re.MULTILINE):

@@ -63,7 +63,7 @@ def planned(options):
         for name in options.systems
         for bucket_mib in (options.bucket_mib if name not in WHOLE else [0])
     ]
-    # Add it only if it is set, so that keys of stored results stay valid.
+    # Add `shrink` only if it is set, so that keys of stored results stay valid.
     more = {"shrink": options.shrink} if options.shrink > 1 else {}
     return harness.keyed(
         {"system": name, "model": options.model, "pairs": options.pairs} | more for name in names
@@ -79,8 +79,8 @@ def run(system, model, pairs, shrink=1):
 def median_interval(values):
     """Returns an interval that contains the true median with a probability of at least 95 %.
 
-    Equally many values lie below and above it. A value is on either side of the median like a
-    tossed coin, so the interval misses the median with the probability of as few heads or tails.
+    Equally many values lie below and above the interval. Each value is above or below the true
+    median with equal probability, so the number of values above it has a binomial distribution.
 
     Args:
       values: At least six numbers.

@@ -1,10 +1,10 @@
-"""Times steps whose gradients XLA compiles in no, one or several functions.
+"""Times steps whose gradients XLA compiles into zero, one or several functions.
 
     python -m benchmarks.xla           # a Transformer on 2 nodes, three bandwidths; 5 minutes
 
-All variants exchange the gradients of a model of Keras layers by "allreduce", and take turns. The
-table shows the median of the turns; a turn is as long as its slowest rank. "first step" includes
-the trace and, with XLA, the compilation. An interrupted run resumes.
+All variants exchange the gradients of a model of Keras layers by "allreduce", and alternate. The
+table shows medians over turns; the time of a turn is that of the slowest rank. "first step"
+includes the trace and, with XLA, the compilation. An interrupted run resumes.
 """
 
 import statistics
@@ -49,7 +49,7 @@ def run(rate, segments, width, blocks, rounds):
 
 
 def rows(cells):
-    """Yields bandwidth, number of functions, and seconds: a step, its exposed part, tracing."""
+    """Yields bandwidth, number of functions, and seconds of step, exposed exchange and tracing."""
     for cell in cells.values():
         for name, found in cell["systems"].items():
             step_s, exposed_s = (statistics.median(found[k]) for k in ("step_s", "exposed_s"))

@@ -1,6 +1,6 @@
 """Baselines of papers, implemented as custom schemes.
 
-They have no names in tfposeidon: benchmarks and tests pass objects of them as `scheme=`.
+They have no names in tfposeidon: benchmarks and tests pass instances of them as `scheme=`.
 """
 
 from benchmarks.baselines.factor_server import FactorServer, balanced

@@ -13,7 +13,7 @@ from tfposeidon import schemes
 class FactorServer(schemes.FactorScheme):
     """Sends all factors to the server of the variable, which sends their product to all ranks.
 
-    The Poseidon paper compares itself with this scheme, whose server has the busiest link.
+    The Poseidon paper compares Poseidon with this scheme, whose server sends and receives most.
 
     Args:
       server: Rank of the server (default 0); `balanced` assigns a server to each variable.
@@ -39,7 +39,7 @@ class FactorServer(schemes.FactorScheme):
         world, rows = wire.topology.world, factors.packed
         # Horovod has no gather to one rank, so use an all-to-all with empty parts for other ranks.
         splits = [tf.shape(rows)[0] if rank == self.server else 0 for rank in world.ranks]
-        # Other ranks multiply no rows, and receive into zeros of the same size.
+        # Other ranks have no rows: their product is a zero matrix, which the broadcast overwrites.
         total = factors.product(wire.all_to_all(rows, splits, world, f"{name}.push"))
         return wire.broadcast(total / tf.cast(world.size, total.dtype), self.server, f"{name}.pull")
 
@@ -71,7 +71,7 @@ def balanced(kernels, ranks):
     """Returns rules that assign each kernel to the server with the fewest elements so far.
 
     Args:
-      kernels: Path and number of elements of each kernel; the same order on all ranks.
+      kernels: Path and number of elements of each kernel, in the same order on all ranks.
       ranks: Number of ranks.
 
     Example:

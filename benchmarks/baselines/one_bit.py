@@ -17,7 +17,7 @@ of docs/results/exchange_grid.json."""
 BLOCK = 4096
 """Number of values per block, which share two means."""
 HEADER_BYTES = 12
-"""Bytes per block of two means and the number of zeros, as float32."""
+"""Bytes per block for two means and the number of zeros, as float32."""
 BITS = np.unpackbits(np.arange(256, dtype="uint8")[:, None], axis=1).astype(bool)
 """The eight bits of each byte."""
 
@@ -185,7 +185,7 @@ def decoded_sum(codes, count, length):
 
 
 def code_bytes(length):
-    """Returns the bytes of a code of values without zeros.
+    """Returns the size in bytes of the code of a vector without zeros.
 
     Example:
       >>> code_bytes(4096)
@@ -224,9 +224,9 @@ def _count(bits):
 
 
 def _packed(bits):
-    """Returns the bits of rows, eight to a byte, the first the highest."""
+    """Packs the bits of rows, eight per byte, the first into the highest bit."""
     weights = 2.0 ** np.arange(7, -1, -1, dtype="float32")[:, None]
-    # A product, since TensorFlow has no such op; sums of powers of 2 are exact.
+    # Use a matrix product, since TensorFlow has no op for this; sums of powers of 2 are exact.
     return tf.cast(tf.reshape(tf.cast(bits, tf.float32), [-1, 8]) @ weights, tf.uint8)
 
 

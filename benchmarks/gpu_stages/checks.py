@@ -10,7 +10,7 @@ BEGIN_S = time.perf_counter()
 
 
 class Figures(list):
-    """Result of a check, for its line."""
+    """Collects the results of a check, which its line shows."""
 
     def __call__(self, *words):
         """Adds words, joined by spaces."""
@@ -24,8 +24,8 @@ class Checks:
       stage: Name of the stage, which begins each line.
       small: True for sizes that a CPU finishes in seconds.
       budget_s: Seconds after which no further check begins.
-      gather: Function that returns the texts of all ranks for the one of this rank, if each check
-        runs on all ranks together.
+      gather: Function that maps this rank's text to the texts of all ranks, if each check runs on
+        all ranks together.
     """
 
     def __init__(self, stage, small, budget_s, gather=lambda text: [text]):

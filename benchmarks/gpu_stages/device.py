@@ -1,4 +1,4 @@
-"""TensorFlow's libraries and ops on a GPU, and the speed of its memory and products."""
+"""TensorFlow's libraries and ops on a GPU, and the GPU's speed in copies and matrix products."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ OPENED_BY_TENSORFLOW = (
 
 
 def libs(checks):
-    """Opens the libraries of TensorFlow by name, before TensorFlow is imported."""
+    """Opens the libraries that TensorFlow loads by name, before TensorFlow is imported."""
 
     def opens(say, name):
         ctypes.CDLL(name)
@@ -48,7 +48,7 @@ def device():
 
 
 def off(found, expected):
-    """Returns the largest difference as a share of the largest value."""
+    """Returns the largest difference, relative to the largest expected value."""
     found, expected = np.asarray(found, "float64"), np.asarray(expected, "float64")
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert np.isfinite(found).all(), "not finite"
@@ -71,7 +71,7 @@ def whole_float32():
 
 
 def median_ms(function, rounds=15, warm=3):
-    """Returns milliseconds of a call, including the work of the device."""
+    """Returns the median milliseconds of a call, including the device's work."""
     import tensorflow as tf
 
     def timed():

@@ -38,7 +38,7 @@ def draw(kind, n, seed=0):
 
 
 def on(where, function, *arrays):
-    """Returns the results of a function of tensors on a device."""
+    """Runs a function on a device, with arrays as tensors, and returns its results."""
     with tf.device(where):
         found = function(*map(tf.constant, arrays))
     return found if isinstance(found, list | tuple) else [found]

@@ -1,4 +1,4 @@
-"""Compares training on a GPU with Keras: one rank, and several ranks with the whole batch."""
+"""Compares training on GPUs with Keras: on one rank, and on ranks that share each batch."""
 
 import hashlib
 import os
@@ -76,8 +76,8 @@ class Case:
     """A model with its data and its optimizer, and the weights that plain Keras trains.
 
     Args:
-      build: Function that makes the model.
-      optimizer: Function that makes the optimizer.
+      build: Function that builds the model.
+      optimizer: Function that creates the optimizer.
     """
 
     def __init__(self, build, optimizer):
@@ -106,14 +106,14 @@ class Case:
         return model.get_weights()
 
     def off(self, weights):
-        """Returns the largest difference from the reference as a share of its largest weight."""
+        """Returns the largest difference from the reference, relative to the largest weight."""
         return off(
             np.concatenate([w.ravel() for w in weights]),
             np.concatenate([w.ravel() for w in self.reference]),
         )
 
     def share(self):
-        """Returns the part of each batch for this rank."""
+        """Returns this rank's part of each batch."""
         local = BATCH // tp.size()
         first = BATCH * np.arange(STEPS)[:, None] + tp.rank() * local
         rows = (first + np.arange(local)).ravel()
@@ -121,7 +121,7 @@ class Case:
 
 
 def dense_rows(optimizer):
-    """Merges rows of repeated tokens, which Keras's optimizers would update several times."""
+    """Makes gradients dense, since Keras's optimizers update rows of repeated tokens repeatedly."""
     apply = optimizer.apply
     optimizer.apply = lambda grads, *args, **named: apply(
         [tf.convert_to_tensor(grad) for grad in grads], *args, **named
@@ -188,7 +188,7 @@ def gathered(text):
     """Gathers one text per rank, and returns the texts of all ranks."""
     coded = np.frombuffer(text.encode(), "u1")
     with tf.device("/CPU:0"):
-        # Never empty, since Horovod requires it, and as int32, which every backend supports.
+        # Send at least one value, as Horovod requires, and int32, which every backend supports.
         lengths = tp.all_gather(tf.constant([len(coded)], tf.int32)).numpy()
         joined = tp.all_gather(tf.constant([*coded, 0], tf.int32)).numpy().astype("u1").tobytes()
     ends = np.cumsum(lengths + 1) - 1
@@ -305,7 +305,7 @@ def _local_updates(say, case):
 
 
 def _checkpoint(say, case):
-    # The launcher's ranks share this machine.
+    # All ranks run on this machine, so they can share a folder.
     folder = gathered(tempfile.mkdtemp())[0]
     scheme = tp.schemes.TopK(density=0.05, min_elements=0)
 

@@ -64,14 +64,14 @@ class Reached(keras.callbacks.Callback):
 
 
 def data(rank, size):
-    """Returns this rank's training samples, and the validation samples of all.
+    """Returns this rank's training samples, and all validation samples.
 
     Args:
       rank: This rank.
       size: Number of ranks.
     """
     digits = load_digits()
-    # Shuffled, because the last writers differ from the first.
+    # Shuffle, because the writers of the last digits differ from those of the first.
     order = np.random.default_rng(0).permutation(len(digits.target))
     x, y = (digits.images[order, ..., None] / 16).astype("float32"), digits.target[order]
     train = slice(rank, TRAINING_SAMPLES - TRAINING_SAMPLES % size, size)
@@ -79,7 +79,7 @@ def data(rank, size):
 
 
 def model():
-    """Returns the CNN of 0.09 M parameters."""
+    """Returns a CNN with 0.09 M parameters."""
     layers = keras.layers
     stack = [
         layers.Conv2D(32, 3, activation="relu"),
@@ -92,9 +92,9 @@ def model():
 
 
 def optimizer_and_scheme(system):
-    """Returns keywords of the wrapper for a system.
+    """Returns arguments of `DistributedOptimizer` for a system.
 
-    The momentum of SGD is the optimizer's, or for sparse schemes that before the selection.
+    SGD applies the momentum; with a sparse scheme, the scheme applies it before the selection.
     """
     scheme = system if system == "hybcomm" else scheme_named(system)
     if not isinstance(scheme, SparseScheme):

@@ -63,7 +63,7 @@ def main():
             wrapper = Horovod if system == HOROVOD else tp.DistributedOptimizer
             with mock.patch.object(tp, "DistributedOptimizer", wrapper):
                 model, kept = example.run(options)
-            # Rank 0 removes the folder once the others no longer read it.
+            # Rank 0 removes the folder once the other ranks no longer read it.
             tp.barrier()
         plan = None if system == HOROVOD else str(model.optimizer.plan)
         task.note(system, {"lines": kept.lines, "target": kept.target, "plan": plan})

@@ -32,7 +32,7 @@ POWERSGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
 # PowerSGD sends whole gradients before step `start_powerSGD_iter`, and then allocates its memory.
 POWERSGD_WARM_UP = POWERSGD["start_powerSGD_iter"] + 1
 SYSTEMS = ("ddp", "ddp-fp16", "ddp-powersgd")
-# Limit of one exchange: a bucket of 25 MB may wait for many others on a slow link.
+# Timeout of one exchange: on a slow network, a bucket of 25 MB may wait for many others.
 TIMEOUT = timedelta(minutes=10)
 SPREAD_OVER = 8
 # These are PyTorch's defaults: the first bucket is small, so that communication begins early, and
@@ -102,7 +102,7 @@ def measure(task, system):
 
 
 def bucket_caps_mib(task):
-    """Returns bucket sizes in MiB; of a shrunk model a bucket is the same part."""
+    """Returns bucket sizes in MiB; they shrink with the model."""
     return [mib / task.shrink**2 for mib in BUCKETS_MIB]
 
 
@@ -133,12 +133,12 @@ def everybody(seconds):
 
 
 class EmulatedModel(torch.nn.Module):
-    """Parameters and timing of a model; its value is its input.
+    """Parameters and timing of a model, whose output is its input.
 
     Args:
       model: A `tfposeidon.lab.architectures.Model`.
       dilation: Factor on all times.
-      seed: Seed of the gradients' values; give each rank its own.
+      seed: Seed of the gradients' values, different on each rank.
     """
 
     def __init__(self, model, dilation, seed):
@@ -162,7 +162,7 @@ class EmulatedModel(torch.nn.Module):
 
 
 class EmulatedLayer(torch.nn.Module):
-    """Layer with real parameters that waits for its time, and then returns its gradients."""
+    """Layer with real parameters that waits for its compute time, and then returns gradients."""
 
     def __init__(self, layer, batch, pool, wait_forward, wait_backward):
         super().__init__()
@@ -205,7 +205,7 @@ class Work(torch.autograd.Function):
 
 
 class Pool:
-    """Values near zero with heavy tails, as `tfposeidon.lab.architectures` has them.
+    """Gradient values near zero with heavy tails, as in `tfposeidon.lab.architectures`.
 
     Args:
       length: Number of values of the largest tensor.
@@ -218,7 +218,7 @@ class Pool:
         self._values = torch.from_numpy(gradient_values(length, self._generator))
 
     def values(self, shape):
-        """Returns a view of the shape, from another index each time."""
+        """Returns a view of the given shape, which begins at another index each time."""
         length = math.prod(shape)
         begin = int(self._generator.integers(len(self._values) - length + 1))
         return self._values[begin : begin + length].view(*shape)

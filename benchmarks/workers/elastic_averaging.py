@@ -16,7 +16,7 @@ WARM_UP = 8
 
 
 class Steps:
-    """Steps that compute for a given time, and update weights by one optimizer.
+    """Steps that compute for a given time, and update weights with one optimizer.
 
     Args:
       optimizer: Optimizer that takes the steps.
@@ -47,7 +47,7 @@ class Steps:
 def paces(task, system):
     """Returns seconds of a step for each worker, alone and with exchanges.
 
-    The last rank's steps take `slowness` times as long, so that it takes as many fewer.
+    The last rank's steps take `slowness` times as long, so it takes fewer steps by this factor.
     """
     is_slow = tp.rank() == tp.size() - 1
     compute_s = task.compute_s * (task.slowness if is_slow else 1)

@@ -141,7 +141,7 @@ def fresh_state(scheme, length, wire):
 
 
 def exchanged(scheme, vector, state, wire, name):
-    """Returns the mean of a variable; `state` becomes the new one, as in the optimizer."""
+    """Returns the mean of a variable over ranks, and updates `state`, as the optimizer does."""
     mean, new = scheme.exchange(
         vector.read_value(), tuple(map(tf.convert_to_tensor, state)), wire, name
     )

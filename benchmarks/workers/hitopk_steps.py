@@ -55,7 +55,7 @@ class Prefixes:
         )
 
     def select(self, name):
-        """Selects from the shard's sum, with error feedback."""
+        """Selects from the summed shard, with error feedback."""
         residual, shard, scheme = self.state[1].read_value(), self.scatter(name), self.scheme
         values, indices, residual = tp.ops.error_feedback_top_k(
             residual, shard, self.count, scheme.select, wire_dtype=scheme.wire_dtype
@@ -69,7 +69,7 @@ class Prefixes:
         return self.wire.all_gather(packed, self.wire.topology.across, f"{name}.across")
 
     def everything(self, name):
-        """Runs the exchange of the scheme itself."""
+        """Runs the complete exchange of the scheme."""
         return exchanged(self.scheme, self.vector, self.state, self.wire, name)
 
 

@@ -29,7 +29,7 @@ from tfposeidon.lab.architectures import Stream, gradient_values
 
 SYSTEM = "jax"
 BATCH = "batch"
-"""Axis of the mesh over which the batch is cut, as `DataParallel` calls it."""
+"""Name of the mesh axis over which `DataParallel` splits the batch."""
 SPREAD_OVER = 8
 
 
@@ -47,7 +47,7 @@ def main():
 
     def step():
         model.train_on_batch(data, data)
-        # The loss is available before the update.
+        # The loss is ready before the update, so wait for the variables.
         jax.block_until_ready([variable.value for variable in model.trainable_variables])
 
     task.measure(SYSTEM, step, everybody)
@@ -115,13 +115,13 @@ class Accelerator:
 
 
 class EmulatedLayer(keras.layers.Layer):
-    """Layer with real parameters that waits for its time, and then has its gradients.
+    """Layer with real parameters that waits for its compute time, and then returns gradients.
 
     Args:
-      layer: Shapes of its parameters.
-      forward_s: Seconds of its forward pass.
-      backward_s: Seconds of its backward pass.
-      accelerator: Accelerator on which it works.
+      layer: Shapes of the parameters.
+      forward_s: Seconds of the forward pass.
+      backward_s: Seconds of the backward pass.
+      accelerator: Accelerator on which the layer runs.
       first: True for the first layer of a model.
     """
 

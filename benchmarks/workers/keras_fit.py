@@ -2,9 +2,10 @@
 
 Systems: a scheme's name ("torus2d:float16" has that `wire_dtype`), "ps-late" (the parameter server,
 after the whole backward pass), "ps-adam" (the parameter server, with factors of each dense layer
-sent to one server), "factors" (of dense layers, all-reduce for the others), "auto" ("auto:fp16" may
-compress to 16 bits, "auto:topk" may also send the top 1 %), "horovod" and "horovod-fp16" (one named
-all-reduce per gradient, fused by Horovod), and "alone" (no communication).
+sent to one server), "factors" (sufficient factors of dense layers, all-reduce of the others),
+"auto" ("auto:fp16" may compress to 16 bits, "auto:topk" may also send the top 1 %), "horovod" and
+"horovod-fp16" (one named all-reduce per gradient, fused by Horovod), and "alone" (no
+communication).
 """
 
 import math
@@ -44,14 +45,14 @@ STEPS_OF_AUTO = choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
 
 
 class StepTimer(keras.callbacks.Callback):
-    """Times each step of `fit` on every rank, and counts what the node sends.
+    """Times each step of `fit` on every rank, and counts the bytes that the node sends.
 
     All ranks begin each step together.
 
     Args:
       wire: The collectives.
       warm_up: Number of steps of an epoch that are not timed.
-      last_epoch: Index of the epoch that counts, after which training stops. Defaults to the first.
+      last_epoch: Index of the only timed epoch, after which training stops. Defaults to the first.
     """
 
     def __init__(self, wire, warm_up, last_epoch=0):
@@ -76,8 +77,8 @@ class StepTimer(keras.callbacks.Callback):
         everybody = exchange_objects(own, self.wire, "bench.end")
         if batch >= self.warm_up:
             self.times.append(everybody)
-            # Count here, because ranks exchange zeros once more at the end of an epoch, in which
-            # this callback could stop training.
+            # Count here, not at the end of the epoch: there, ranks exchange zeros once more,
+            # because this callback may stop training.
             self.after = self._node_bytes()
 
     @override
@@ -185,8 +186,8 @@ def main():
     task = Task.from_argument()
     # Like a real accelerator, the emulated one must not block the threads that exchange.
     tf.config.threading.set_inter_op_parallelism_threads(4)
-    # Scale the sizes of buckets and of Horovod's fusion like a shrunk model, so that they contain
-    # the same parts of it.
+    # Scale the sizes of buckets and of Horovod's fusion like a shrunk model, so that buckets
+    # contain the same parts of the model.
     os.environ[FUSION_THRESHOLD] = str(round(FUSION_BYTES / task.shrink**2))
     size = round(plans.DEFAULT_BUCKET_BYTES / task.shrink**2)
     plans.DEFAULT_BUCKET_BYTES = search.DEFAULT_BUCKET_BYTES = size

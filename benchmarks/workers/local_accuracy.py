@@ -1,6 +1,6 @@
 """Trains small models by seed, with local updates or with an exchange in each step.
 
-With the same seed, all systems have the same weights, order of samples and schedule of rates.
+With the same seed, all systems have the same initial weights, order of samples and schedule.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from tfposeidon.schemes.sparse import SparseScheme
 
 BATCH_PER_RANK = 16
 EPOCH_STEPS = 64
-"""Steps between evaluations, a multiple of those between synchronizations. TensorFlow executes them
-in one call, because ranks on few cores would wait for Python."""
+"""Steps between evaluations, a multiple of the steps between synchronizations. One call of
+TensorFlow executes up to this number, because ranks on few cores would wait for Python."""
 MOMENTUM = 0.9
 DIGITS_FOR_TEST = 360
 IMAGES, IMAGES_FOR_TEST, SIDE = 12_000, 2_000, 24
@@ -61,7 +61,7 @@ class Images:
     """Images drawn by examples/data/draw_shapes.py, the same for all seeds.
 
     Args:
-      scale: Part of the images to draw.
+      scale: Fraction of the images to draw.
     """
 
     def __init__(self, scale=1.0):
@@ -93,13 +93,13 @@ def digits(seed):
 
 
 def perceptron():
-    """Returns layers of 9,610 parameters."""
+    """Returns the layers of an MLP with 9,610 parameters."""
     layers = keras.layers
     return [keras.Input((64,)), layers.Dense(128, activation="relu"), layers.Dense(10)]
 
 
 def convolutions():
-    """Returns layers of a CNN with batch normalization, of 42,174 parameters."""
+    """Returns the layers of a CNN with batch normalization and 42,174 parameters."""
     layers = keras.layers
     found = [keras.Input((SIDE, SIDE, 3)), layers.Rescaling(1 / 64, offset=-2.0)]
     for channels in (12, 24, 48, 64):
@@ -109,7 +109,7 @@ def convolutions():
             layers.ReLU(),
             layers.MaxPooling2D(2),
         ]
-    # The last pooling averages whole images.
+    # Replace the last pooling by a mean over the whole image.
     return [*found[:-1], layers.GlobalAveragePooling2D(), layers.Dense(10)]
 
 
@@ -118,7 +118,7 @@ def data_set(name, scale):
 
     Args:
       name: "digits", or another name for drawn images.
-      scale: Part of the images to draw.
+      scale: Fraction of the images to draw.
     """
     if name == "digits":
         return DataSet(digits, perceptron, sgd_rate=0.1, adamw_rate=0.003)
@@ -152,12 +152,12 @@ def batches(own, steps, seed, rank):
 
 
 def inner_optimizer(data, rule, scheme, steps):
-    """Returns the usual inner optimizer of a rule, with a rate that falls to 0."""
+    """Returns the usual inner optimizer of a rule, with a learning rate that decays to 0."""
     if rule == "adamw" or rule in LOCAL_BY_ADAMW:
         rate = keras.optimizers.schedules.CosineDecay(data.adamw_rate, steps)
         return keras.optimizers.AdamW(rate)
     rate = keras.optimizers.schedules.CosineDecay(data.sgd_rate, steps)
-    # If a sparse scheme exchanges in each step, the scheme has the momentum, before its selection.
+    # A sparse scheme that exchanges in each step applies the momentum, before its selection.
     momentum = 0.0 if rule == "sgd" and isinstance(scheme, SparseScheme) else MOMENTUM
     return keras.optimizers.SGD(rate, momentum=momentum, nesterov=rule == "elastic")
 
@@ -171,7 +171,7 @@ def optimizer_of(data, rule, every, scheme, steps):
         exchange gradients in each step.
       every: Steps between synchronizations.
       scheme: Name of a scheme.
-      steps: Steps in which the rate falls to 0.
+      steps: Steps in which the learning rate decays to 0.
     """
     scheme = scheme_named(scheme)
     inner = inner_optimizer(data, rule, scheme, steps)
@@ -204,7 +204,8 @@ class Trainer:
 
     Args:
       data: The `DataSet`.
-      optimizer: Function from the number of steps, in which rates fall to 0, to the optimizer.
+      optimizer: Function that returns the optimizer, whose learning rate decays to 0 in the given
+        number of steps.
       epochs: Number of epochs of `EPOCH_STEPS` steps.
     """
 
@@ -299,7 +300,7 @@ def accuracies(task, data, system):
 
 
 def times(task, data, system):
-    """Returns the seconds of a step on the slowest rank, in all epochs but the first."""
+    """Returns the mean seconds of a step in each epoch but the first."""
     seconds = Seconds()
     trainer = trainer_of(data, system, task.epochs)
     trainer.train(task.seeds[0], task.shares, [seconds], validates=False)

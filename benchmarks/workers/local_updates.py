@@ -15,7 +15,7 @@ from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.lab.network import payload_bytes
 
 ALONE = 10**6
-"""Steps between synchronizations of a run without any."""
+"""Steps between synchronizations for a run that must not synchronize."""
 
 
 def weights_of(model):

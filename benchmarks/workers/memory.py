@@ -43,7 +43,7 @@ def main():
 
     for _ in range(3):
         step(tf.constant(1.0))
-    # The first two variables are the counter and the rate.
+    # The first two variables are the iteration counter and the learning rate.
     slots = sum(4 * int(np.prod(v.shape)) for v in optimizer.inner_optimizer.variables[2:])
     own = {"slots": slots, "resident": resident_bytes()}
     everybody = exchange_objects(own, runtime.wire(), "memory")

@@ -44,7 +44,7 @@ def ring(pack_bytes):
     """Returns options that send gradients in rings over gRPC.
 
     Args:
-      pack_bytes: Least size of a pack, or 0 for all gradients as one.
+      pack_bytes: Minimum size of a pack, or 0 to send all gradients as one.
     """
     implementation = tf.distribute.experimental.CommunicationImplementation.RING
     return tf.distribute.experimental.CommunicationOptions(

@@ -1,6 +1,7 @@
-"""Measures a cache that is partitioned over nodes: bytes on the link, and time of steps.
+"""Measures a cache that is partitioned over nodes: bytes between nodes, and step times.
 
-Systems: "bytes" (epochs without training), and then in turn "replicate" (each node has all samples)
+Systems: "bytes" (epochs without training), and then, alternately, "replicate" (each node has all
+samples)
 and "split" (each node has a part).
 """
 
@@ -33,8 +34,8 @@ def open_cache(task, partition):
 
 
 def bytes_on_the_link(task, cache, wire):
-    """Records the bytes that a node receives in an epoch, and the predicted ones."""
-    # Synchronize here and after the epoch: the link counts the bytes of all ranks of a node.
+    """Records the bytes that a node receives in an epoch, and the predicted number."""
+    # Synchronize here and after the epoch: the counter includes the bytes of all ranks of a node.
     exchange_objects(None, wire, "bench.begin")
     before, received = payload_bytes(direction="rx"), cache.stats().received
     for _ in cache.counted(cache.dataset(task.batch, seed=1)):

@@ -24,7 +24,7 @@ class Drawn:
     """Source of records that are cheap to create.
 
     Args:
-      size: Pixels of a side.
+      size: Side of the images in pixels.
       samples: Number of records.
     """
 
@@ -85,13 +85,13 @@ def as_dataset(source, size):
 def warm(size, samples, batch, rounds, folder, copier):
     """Measures the cache, `.cache()` with a full shuffle, and one thread that only copies.
 
-    Each of them has one turn per round.
+    Each system is measured once per round.
 
     Args:
-      size: Pixels of a side.
+      size: Side of the images in pixels.
       samples: Number of records.
-      batch: Samples of a batch.
-      rounds: Number of rounds that count.
+      batch: Batch size.
+      rounds: Number of rounds whose measurements are used.
       folder: Name of the cache's folder in /dev/shm.
       copier: Path of the compiled `native/random_records.c`.
     """
@@ -145,9 +145,9 @@ def jobs(size, samples, batch, rounds, folder):
     """Measures epochs of new jobs on a warm store; a job verifies the samples that it reads.
 
     Args:
-      size: Pixels of a side.
+      size: Side of the images in pixels.
       samples: Number of records.
-      batch: Samples of a batch.
+      batch: Batch size.
       rounds: Number of rounds.
       folder: Name of the cache's folder in /dev/shm.
     """
@@ -183,8 +183,8 @@ def uncached(images, batch, **options):
 
     Args:
       images: Folder of the files.
-      batch: Samples of a batch.
-      **options: Keywords of `tf.data.Dataset.map`.
+      batch: Batch size.
+      **options: Keyword arguments of `tf.data.Dataset.map`.
     """
     source = datacache.from_folder(images)
     names = tf.data.Dataset.from_tensor_slices(
@@ -197,7 +197,7 @@ def uncached(images, batch, **options):
 
 
 TUNED_READS = 64
-"""Files that the tuned reader has open at a time; the cache has 32."""
+"""Number of files that the tuned reader opens at the same time; the cache opens 32."""
 
 
 def tuned(images, batch):
@@ -221,7 +221,7 @@ def tuned(images, batch):
 
 
 def cold(images, batch, folder):
-    """Measures epochs from a slow source: with the cache, first and later epochs, and without."""
+    """Measures epochs from a slow source: first and later ones with the cache, and one without."""
     cache = datacache.Cache(
         datacache.from_folder(images), decoded, memory=Path("/dev/shm") / folder
     )
@@ -242,13 +242,13 @@ def cold(images, batch, folder):
 def decoding(images, batch, rounds, folder):
     """Measures epochs from a fast source, where decoding is the bottleneck.
 
-    They alternate with epochs that `tf.data` reads and decodes.
+    Epochs of the cache alternate with epochs that `tf.data` reads and decodes.
     """
     found = {"decoding": [], "datacache, first epoch": [], "datacache, later": []}
     for turn in range(rounds):
         found["decoding"].append(rate(uncached(images, batch, num_parallel_calls=2)))
         source = datacache.from_folder(images)
-        # A new version in each turn, so that its first epoch has no cached samples.
+        # Use a new version in each turn, so that the first epoch finds no cached samples.
         cache = datacache.Cache(source, decoded, memory=Path("/dev/shm") / folder, version=turn)
         data = cache.dataset(batch)
         found["datacache, first epoch"].append(rate(data))
@@ -261,7 +261,7 @@ def decoding(images, batch, rounds, folder):
 
 
 def _hold(what, size, samples, folder, ready, leave, found):
-    """Reads two epochs on one rank, and reports its memory while all ranks hold theirs."""
+    """Reads two epochs on one rank, and reports its memory while all ranks hold their data."""
     source = Drawn(size, samples)
     data = []
     if what == "datacache":
@@ -290,7 +290,7 @@ def memory(what, ranks, size, samples, folder):
     processes = [spawn.Process(target=_hold, args=arguments) for _ in range(ranks)]
     for process in processes:
         process.start()
-    # Ranks exit after all have measured, since shared pages of an exited rank count for others.
+    # Ranks exit after all have measured, because pages shared with an exited rank count for others.
     held = [found.get() for _ in processes]
     leave.wait()
     for process in processes:

@@ -25,7 +25,7 @@ class Task:
       model: Name in `benchmarks.architectures`.
       shrink: Factor by which the model is made smaller.
       dilation: Factor on compute times.
-      systems: Systems to measure, in turn, in this job.
+      systems: Systems to measure in this job, one after the other.
       warm_up: Number of steps that are not timed.
       steps: Number of steps that are timed.
       result: Path of the answer.
@@ -54,7 +54,7 @@ class Task:
     def address(self, rank):
         """Returns host and port at which a rank of another framework listens.
 
-        Ports are below the range from which systems assign ports.
+        Ports are below the range from which operating systems assign ports.
 
         Args:
           rank: Rank that listens.
@@ -73,13 +73,13 @@ class Task:
 
         Args:
           system: Name of what is measured.
-          step: Function that makes one step.
-          everybody: Function from this rank's seconds to the list of all ranks'. It also makes all
-            ranks start together.
+          step: Function that runs one step.
+          everybody: Function that maps this rank's seconds to the list of all ranks' seconds, and
+            synchronizes the ranks.
         """
         for _ in range(self.warm_up):
             step()
-        # Bytes are counted after the warm-up of all ranks.
+        # Count bytes only after all ranks have warmed up.
         everybody(0.0)
         sent = payload_bytes()
         times = []
@@ -96,7 +96,7 @@ class Task:
           system: Name of what was measured.
           times: Seconds of each step on each rank.
           sent_bytes: Bytes that the node sent in all steps.
-          **more: Further figures.
+          **more: Further measurements.
         """
         slowest = [max(step) for step in times]
         self.note(

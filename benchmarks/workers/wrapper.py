@@ -1,11 +1,11 @@
-"""Times steps of the wrapper and of a baseline, in turn.
+"""Times steps of the wrapper and of a baseline, alternately.
 
 Systems: "fit" compares one rank with plain Keras. A scheme with the MiB of its buckets, such as
 "alltoall 4", exchanges a model's gradients; its baseline is Horovod's `grouped_allreduce` with the
 plain optimizer. Steps of the wrapper include its work in `fit`. "synchronization" is the work that
 `fit` adds to an epoch, and "start" its work at the start, each compared with a step. "small 10"
 compares ten steps per execution of `fit` with a train step that calls Horovod. "small auto 10"
-compares them under "auto", after it has decided, with those under the scheme that it chose.
+compares ten steps under "auto", after its decision, with ten steps under the scheme that it chose.
 """
 
 import time
@@ -29,13 +29,14 @@ SMALL_BATCH, SMALL_STEPS = 32, 500
 
 
 def in_turn(ours, theirs, pairs, measure=slowest):
-    """Times two functions in turn.
+    """Times two functions alternately.
 
     Args:
-      ours: Function that makes a step with the wrapper.
-      theirs: Function that makes a step of the baseline.
+      ours: Function that runs a step with the wrapper.
+      theirs: Function that runs a step of the baseline.
       pairs: Number of pairs; the order in each is A B B A.
-      measure: Function of the wire and one of the two that returns seconds on the slowest rank.
+      measure: Function that takes the wire and one of the two functions, and returns seconds on the
+        slowest rank.
 
     Returns:
       Seconds of the slowest rank, each the mean of two calls, for each pair.
@@ -93,7 +94,7 @@ def wrapped(model, scheme, bucket_mib):
 
 
 def horovods(model):
-    """Returns a function that does the same with `grouped_allreduce` and the plain optimizer."""
+    """Returns a function that exchanges by `grouped_allreduce`, and updates without the wrapper."""
     given = gradients(model)
     trained, optimizer = _trained(given), _sgd()
     optimizer.build(trained)
@@ -150,7 +151,7 @@ class _ByHand(keras.Sequential):
 
 
 class _Clock(keras.callbacks.Callback):
-    """Times epochs; a batch hook could stop `fit`, so ranks would check for it in each step."""
+    """Times epochs without batch hooks, which would make ranks check at each step for a stop."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self._begin_s = time.perf_counter()
@@ -160,7 +161,7 @@ class _Clock(keras.callbacks.Callback):
 
 
 class _InTurn(keras.callbacks.Callback):
-    """Makes Keras call hooks in its own thread, like Horovod's callbacks, which is faster."""
+    """Makes Keras call hooks synchronously, which is faster. Horovod's callbacks do so, too."""
 
     def on_train_batch_end(self, batch, logs=None):
         pass

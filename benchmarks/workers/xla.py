@@ -1,4 +1,4 @@
-"""Times train steps whose gradients XLA compiles in no, one or several functions, in turn."""
+"""Times train steps, alternately, whose gradients XLA compiles into zero, one or more functions."""
 
 import time
 
