@@ -35,7 +35,7 @@ def test_scaling_rows_separate_exposed_and_hidden_communication():
 
 
 def test_links_shrink_with_the_square_of_the_factor(monkeypatch):
-    """The bytes of factors and of matrices then keep their ratio to the rate of the link."""
+    """The bytes of factors and of matrices then keep their ratio to the bandwidth."""
     seen = {}
     monkeypatch.setattr(
         harness,

@@ -1,4 +1,4 @@
-"""Makes stores for tests, with samples that are reproducible from their index."""
+"""Creates stores for tests, with samples that are reproducible from their index."""
 
 import json
 

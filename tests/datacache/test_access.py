@@ -65,7 +65,7 @@ def nobody(shared, script):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Makes a folder like /dev/shm, in which all users create files and remove their own."""
+    """Creates a folder like /dev/shm, in which all users create files and remove their own."""
     path = Path(tempfile.mkdtemp())
     path.chmod(0o1777)
     monkeypatch.setattr(folders, "SHARED_MEMORY", str(path))

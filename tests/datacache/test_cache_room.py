@@ -95,7 +95,7 @@ def test_a_full_store_is_logged_once(images, opened, caplog):
 
 @pytest.mark.parametrize("sizes", ["equal", "many"])
 def test_a_store_remains_usable_after_its_files_are_deleted(images, tmp_path, opened, sizes):
-    """A cleaner of temporary files may delete them; other processes then create another store."""
+    """A cleaner of temporary files may delete a store; other processes then create another one."""
 
     def preprocess(contents, label):
         pixels, label = drawn.decode(contents, label)

@@ -54,8 +54,8 @@ def test_epochs_are_exact_and_the_source_is_read_once(wire):
         cache = _open(wire, folder)
         _check_epochs(wire, cache)
         reads = sum(_over_ranks(wire, cache.stats().source_reads))
-        # On each node, at most one rank reads the first sample for its size, and one to create the
-        # store.
+        # On each node, one rank may read the first sample to determine its size, and another one to
+        # create the store.
         nodes = len(wire.topology.nodes)
         assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
         assert cache._tiers.pool.slots == SAMPLES
@@ -185,7 +185,7 @@ def test_training_reports_equal_cache_statistics_on_all_ranks(wire):
 
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
-    """By default, `fit` would shuffle its batches on each rank separately."""
+    """By default, `fit` would shuffle the batches on each rank separately."""
     numbers = tf.data.Dataset.range(SAMPLES).map(lambda n: (tf.cast([n], "float32"), [0.0]))
     seen = []
 
@@ -210,7 +210,7 @@ def test_a_pydataset_keeps_its_order_in_fit(wire, steps):
 
 
 def test_a_batch_across_epochs_may_contain_a_sample_twice(wire):
-    """A job on fewer ranks has left one sample, which the last rank gets twice from elsewhere."""
+    """A job on fewer ranks left a sample, which the last rank receives twice from another node."""
     ranks, nodes = wire.topology.size, len(wire.topology.nodes)
     position = datacache.Position(samples=SAMPLES - 1)
     for seed in itertools.count():

@@ -26,7 +26,7 @@ def numbers(opened):
 
 
 def _in_order(position=None):
-    """Yields the batches of all epochs from a position on, without end."""
+    """Yields the batches of all epochs from a position on, indefinitely."""
     for share, _ in ORDER.batches(position or datacache.Position(), 0, 1):
         yield share.tolist()
 
@@ -117,7 +117,7 @@ def test_fit_may_train_on_a_part_of_each_epoch(numbers):
 
 
 def test_an_execution_may_continue_beyond_the_epoch_of_fit(numbers):
-    """Keras trains on whole executions: six steps in place of the requested four."""
+    """Keras trains on whole executions: six steps instead of the requested four."""
     cache = numbers()
     data = cache.dataset(BATCH).repeat()
     arguments = {"steps_per_epoch": 4, "steps_per_execution": 3}
@@ -140,7 +140,7 @@ def test_prefetched_data_do_not_advance_the_position(numbers, ahead):
 
 
 def test_a_job_resumes_on_another_number_of_ranks():
-    """Two ranks train the last two samples in a separate step, four ranks in another step."""
+    """Two ranks train the last two samples in a third step, and four ranks in the second step."""
     order = datacache.Order(samples=10, global_batch=4, shuffle=False)
     epochs = EpochIterator(order, rank=0, ranks=4)
     begin = order.after(datacache.Position(), 3, ranks=2)
@@ -230,7 +230,7 @@ def test_a_second_iteration_over_repeated_data_is_refused(numbers):
 
 
 def test_a_custom_pydataset_may_wrap_that_of_the_cache(numbers):
-    """If `fit` shuffles its batches, each epoch still has exactly the batches of one epoch."""
+    """If `fit` shuffles the batches, each epoch still has exactly the batches of one epoch."""
 
     class Augmented(keras.utils.PyDataset):
         def __init__(self, data):

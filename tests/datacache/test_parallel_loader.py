@@ -49,7 +49,7 @@ def fails(mode, item):
 
 
 def about_itself(mode, item):
-    """Returns its process number, whether it has imported TensorFlow, and its open files."""
+    """Returns this process's ID, whether it has imported TensorFlow, and its open files."""
     links = [
         os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")
@@ -248,7 +248,7 @@ def test_a_killed_loader_raises_an_error_and_restarts():
     loader = ParallelLoader(about_itself)
     loader.start()
     loader.stop()
-    # Close files that earlier tests left to the garbage collector, which would count.
+    # Close files that earlier tests left to the garbage collector, as they would be counted.
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     pids = set()

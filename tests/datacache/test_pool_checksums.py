@@ -121,7 +121,7 @@ def test_corrupt_samples_are_detected_during_the_copy(tmp_path):
 @pytest.mark.parametrize("look", ["gather_verified", "find_corrupt"])
 @pytest.mark.parametrize("act", ["clear", "rewrite"])
 def test_a_sample_that_changes_during_verification_is_not_corrupt(tmp_path, monkeypatch, look, act):
-    """The sample is as its writer left it, but the batch with it is discarded."""
+    """The sample is intact, but the batch that contains it is discarded."""
     writer, everything = new_pool(tmp_path), np.arange(SAMPLES)
     for index in everything:
         writer.put(index, drawn_sample(index))

@@ -61,7 +61,7 @@ def test_a_failed_open_leaves_no_descriptors(tmp_path, monkeypatch, step):
 
 
 def test_a_kept_exception_keeps_no_store_open(tmp_path, monkeypatch):
-    """The frames of its traceback refer to the arrays of the store."""
+    """The frames of the exception's traceback refer to the arrays of the store."""
 
     def fails(*_):
         raise RuntimeError("no more")
@@ -110,7 +110,7 @@ def test_a_failed_cache_closes_its_stores(tmp_path, monkeypatch, images, step):
 
 
 def test_a_second_close_has_no_effect(tmp_path):
-    """By then, another file may have the same number."""
+    """After the first close, another file may have the same number."""
     handle = Descriptor(os.open(tmp_path, os.O_RDONLY))
     number = handle.fileno()
     handle.close()

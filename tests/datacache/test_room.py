@@ -136,7 +136,7 @@ IMAGES = Layout(components=(Component(dtype="uint8", shape=(2**20,)),))
 
 
 def _idle_pool(folder, samples):
-    """Creates a store of this size in MiB that no process has open, and returns its folder."""
+    """Creates a store of `samples` MiB that no process has open, and returns its folder."""
     Pool(
         folder, lambda: PoolSpec(layout=IMAGES, shard=SampleShard(samples=samples, slots=samples))
     ).close()

@@ -1,4 +1,4 @@
-"""Tests image folders and custom sources: their samples, and those that are refused."""
+"""Tests image folders and custom sources: samples, fingerprints, and refused sources."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A dataset as a source must have the same samples in each pass; others are refused."""
+"""A dataset that is a source must yield the same samples in each pass; others are refused."""
 
 import logging
 import os
@@ -154,7 +154,7 @@ def test_a_parse_error_does_not_count_as_damage(tmp_path, opened):
 
 
 class _Stream(StreamSource):
-    """Numbers that a function yields."""
+    """Source of the numbers that a function yields."""
 
     signature = (tf.TensorSpec([], tf.int64),)
 

@@ -163,7 +163,7 @@ def test_kills_repeat_only_reads_in_flight(tmp_path):
             pause_s=kill % 2 * draw.uniform(0, 0.005),
             began=began,
         )
-        # The order differs, because behind the steady job it would find nothing to read.
+        # The order differs: in the order of the steady job, this job would find nothing to read.
         job = JOBS.Process(
             target=_epochs,
             args=(tmp_path, 1000 * (kill + 1), EVERY_EPOCH, deadly),
@@ -260,7 +260,7 @@ def test_a_small_tier_is_filled_and_other_samples_are_read_through(tmp_path, slo
 
 
 def test_clearing_does_not_disturb_other_processes(tmp_path):
-    """They read whole samples and regenerate cleared ones, and in the end the store holds all."""
+    """Processes read whole samples and regenerate cleared ones; in the end, the store holds all."""
     reader, other = (
         open_reader(tmp_path, heap_bytes=24_000),
         open_reader(tmp_path, heap_bytes=24_000),

@@ -43,7 +43,7 @@ def test_phases_are_those_of_the_paper(example):
 
 @pytest.mark.slow
 def test_the_model_of_the_paper_is_resnet_50_v1_5(example):
-    """Its strides are in the 3 x 3 convolutions, and each block begins as the identity."""
+    """Strides are in the 3 x 3 convolutions, and each block begins as the identity."""
     recipe = example.recipes.recipe("paper", "paper")
     model = example.resnet.resnet(classes=1000, **recipe.model)
     values = [
@@ -101,7 +101,7 @@ def test_without_lars_the_optimizer_is_sgd(script, tmp_path, without):
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [[], ["--variables"]])
 def test_a_dry_run_prints_phases_memory_and_plans(script, monkeypatch, capsys, variables):
-    """It creates no files. `--variables` adds the plan of each scheme."""
+    """A dry run creates no files. `--variables` adds the plan of each scheme."""
     monkeypatch.setattr("sys.argv", ["dawnbench_resnet50.py", "--dry-run", *variables])
     assert script.main() == 0
     lines = capsys.readouterr().out.splitlines()
@@ -170,7 +170,7 @@ def caches(script, example, drawn, tmp_path):
 
 
 def test_the_next_resolution_is_cached_in_the_background(caches):
-    """Each image is decoded once per resolution, before the phase with it begins."""
+    """Each image is decoded once per resolution, before the phase of this resolution begins."""
     every = caches()
     first, _ = every.begin(12, 14)
     for _ in first.dataset(10):

@@ -18,7 +18,7 @@ def _files(folder, part):
 
 
 def _as_records(folder, target):
-    """Writes images in the form of the usual ImageNet scripts, with classes from 1."""
+    """Writes images in the format of the usual ImageNet scripts; class indices start at 1."""
     for part, name in (("train", "train"), ("test", "validation")):
         with tf.io.TFRecordWriter(str(target / f"{name}-00000-of-00001")) as writer:
             for encoded, label in _files(folder, part):

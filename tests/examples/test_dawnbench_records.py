@@ -12,7 +12,7 @@ import tfposeidon as tp
 
 @pytest.fixture
 def records_of(example, tmp_path, monkeypatch):
-    """Returns a maker of records for a run that starts at an epoch, with a simulated clock."""
+    """Returns functions that start a run with records, train it and wait, on a simulated clock."""
     clock = SimpleNamespace(now_s=0.0)
     monkeypatch.setattr(example.records.time, "perf_counter", lambda: clock.now_s)
     tp.init()

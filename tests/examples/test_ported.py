@@ -1,10 +1,10 @@
-"""Scripts modeled on three of Horovod's examples, before and after the page on migration.
+"""Scripts modeled on three of Horovod's examples, before and after the steps of docs/migration.md.
 
 They are not copies, which would have to retain the notices of Horovod's license (Apache 2.0). The
-originals download MNIST, and two use sessions of TensorFlow 1; these read the digits that
-scikit-learn installs. The scripts before migration do not run under Keras 3, which lacks names
-that Horovod's callbacks use (`variable.ref()`, `keras.backend.get_value`) and an argument of
-`compile`. So the tests read their calls, and run only the scripts after migration.
+originals download MNIST, and two use sessions of TensorFlow 1; these scripts read the digits that
+scikit-learn installs. The scripts before migration do not run under Keras 3, which lacks names that
+Horovod's callbacks use (`variable.ref()`, `keras.backend.get_value`) and an argument of `compile`.
+The tests therefore read their calls, and run only the scripts after migration.
 """
 
 import ast

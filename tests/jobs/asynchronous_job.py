@@ -50,7 +50,7 @@ class Trouble(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         # A worker must still be training when the server ends.
         if tp.rank() != tp.size() - 1 or self._kind in ("terminate", "raise at the server"):
-            # The pauses last longer than it takes to detect that a rank is gone.
+            # The pauses last longer than it takes to detect that a rank has ended.
             time.sleep(0.1)
             return
         if self._kind == "slow" and not self._waited:

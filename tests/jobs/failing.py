@@ -51,7 +51,7 @@ def announce(what):
 
 
 def stop_while_links_are_measured():
-    """Stops rank 1 after its first timed round, while the others continue."""
+    """Stops rank 1 after its first timed round, while the other ranks continue."""
     enlarge = measurement._Round.enlarge
 
     def stopping(self, times, samples):

@@ -54,7 +54,7 @@ def failing(trouble):
 @ahead(failing)
 @pytest.mark.parametrize("trouble", CAUSES)
 def test_a_failed_rank_ends_the_job(trouble, outcome):
-    """The other rank waits for it in exchanges of the cache, too."""
+    """The other rank waits for the failed rank in exchanges of the cache, too."""
     done = outcome
     assert done.returncode != 0, done.stdout[-4000:]
     assert CAUSES[trouble] in done.stdout, done.stdout[-4000:]

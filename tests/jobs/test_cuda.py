@@ -48,7 +48,7 @@ ONE_TYPE = {"TfposeidonL2Norms"}
 
 
 def compiled():
-    """Returns the kernels of a library for one architecture; each more would take as long again."""
+    """Returns the kernels of a library for one architecture; others would take as long each."""
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "setup.py", "-q", "build_ext", "--cuda", "--gpus", "90"]
         done = finish(

@@ -18,7 +18,7 @@ from tests.launch import LIMIT_S, ROOT, ahead, descendants, finish, lab, lab_com
 
 PROBES = ROOT / "tests" / "jobs" / "probes.py"
 TRIES = 5
-"""Tries of measurements that a busy machine slows down."""
+"""Number of attempts at measurements that a busy machine may slow down."""
 
 
 def probe(options, *arguments, **keywords):
@@ -88,7 +88,7 @@ def test_nohup_protects_a_lab():
 
 
 def test_links_have_the_requested_rate(tmp_path):
-    """Both directions have it, one node is slower, and bursts are small."""
+    """Both directions have this rate, one node is slower, and bursts are small."""
     path = tmp_path / "report.json"
     _check_rates(
         f"--nodes 3 --inter 100mbit --slow 2=20mbit --report {path}",
@@ -231,7 +231,7 @@ def test_a_signal_during_the_start_ends_the_lab(wait_s):
     time.sleep(wait_s)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
-    # Without a delay, the signal may arrive before the lab handles it.
+    # Without a delay, the signal may arrive before the lab has set its handler.
     assert done.returncode in (128 + signal.SIGTERM, -signal.SIGTERM), done.stdout
 
 
@@ -287,8 +287,8 @@ def _check_as_another_user(tmp_path):
 def _python_of_others():
     """Returns a Python that another user can run in a user namespace: this one or the system's.
 
-    There, root's home may be inaccessible to this user although it is accessible elsewhere, because
-    in some containers a process keeps its rights when it changes its user.
+    In a user namespace, root's home may be inaccessible to this user although it is accessible
+    outside, because in some containers a process keeps its rights when it changes its user.
     """
     needed = f"import sys; sys.exit(sys.version_info[:2] != {sys.version_info[:2]})"
     for python in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin")):

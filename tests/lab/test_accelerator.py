@@ -129,7 +129,7 @@ def test_dense_gradients_are_products_of_factors():
 
 
 def test_gradients_appear_after_the_time_of_their_layer():
-    """Each waits for its own layer and all later ones, so that the last is exchanged first."""
+    """Each gradient waits for its own and all later layers, so that the last is exchanged first."""
     stream = Recorder()
     graph = _gradients(emulated_model(small(), stream=stream)).get_concrete_function().graph
     waits = [op for op in graph.get_operations() if op.type in ("PyFunc", "EagerPyFunc")]

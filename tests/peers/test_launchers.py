@@ -1,4 +1,4 @@
-"""Tests which variables determine a rank if both a launcher and a platform set some."""
+"""Tests which variables determine a rank if both a launcher and a platform set variables."""
 
 from types import SimpleNamespace
 from unittest import mock
