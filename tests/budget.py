@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST = 2
-"""Factor by which a part may exceed its budget, because machines differ as much."""
+"""Factor by which a part may exceed its budget, because the speeds of machines differ."""
 FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
 MOST_RETRIED = 3
 """Largest number of failed tests of a part that are repeated."""

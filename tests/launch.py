@@ -39,7 +39,7 @@ def horovodrun(size, *command, environment=None, hosts=None, timeout_s=LIMIT_S, 
 
     Returns:
       The finished process with stdout and stderr together in `stdout`; with `background`, the
-      running one.
+      running process.
     """
     options = ["-H", hosts] if hosts else []
     launcher = horovodrun_command(size, *options, sys.executable, *map(str, command))

@@ -35,8 +35,8 @@ DATA = ROOT / "build" / "mutants.coverage"
 RESULTS = ROOT / "build" / "mutants.json"
 LIMIT_S = 60
 MOST_TESTS = 8
-"""Tests that run for a line: those that cover the fewest lines, and if they detect nothing, as many
-others, drawn at random."""
+"""Number of tests that run for a line: those that cover the fewest lines, and if they detect
+nothing, as many others, drawn at random."""
 TURNED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -88,7 +88,7 @@ class Mutant:
 def mutants_of(path):
     """Yields all mutants of a file."""
     tree = ast.parse(path.read_text())
-    # Python 3.11 has no correct positions of the parts of f-strings.
+    # Python 3.11 reports wrong positions for the parts of f-strings.
     strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
     within = {part for string in strings for part in ast.walk(string)}
     for node in ast.walk(tree):

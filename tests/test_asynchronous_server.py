@@ -97,7 +97,7 @@ def test_callbacks_without_an_effect_are_refused(callback, remedy):
         keras.callbacks.TensorBoard(),
         keras.callbacks.TerminateOnNaN(raise_error=True),
         keras_callbacks.Checkpoint("x"),
-        # It would count steps of a worker.
+        # This callback runs on workers, and counts their steps.
         keras_callbacks.ReplicaCheck(every_n_steps=5),
     ],
     ids=lambda value: type(value).__name__,

@@ -47,7 +47,7 @@ def test_the_optimizer_is_saved_with_the_model(rule, tmp_path):
         name="mine",
     )
     model = _trained(optimizer)
-    # After three synchronizations on several ranks, the state would be this.
+    # Simulate the state after three synchronizations on several ranks.
     optimizer.variables[0].assign(3)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")

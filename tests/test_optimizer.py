@@ -259,7 +259,7 @@ def test_one_rank_leaves_xla_to_keras_unless_schemes_have_state(scheme, suits, a
         model.compile(optimizer=optimizer, loss=models.LOSS, jit_compile=asked)
     noting.seen.clear()
     model.train_on_batch(*models.mlp.data(4))
-    # With state, XLA compiles the gradients alone, if the user and not Keras has chosen XLA.
+    # With state, XLA compiles only the gradients, if the user and not Keras has chosen XLA.
     assert set(noting.seen) == {asked is True or (bool(asked) and suits)}
     noting.seen.clear()
     model.test_on_batch(*models.mlp.data(4))

@@ -14,7 +14,7 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_make", "_fields"}
 
 
 def test_only_tests_in_jobs_start_jobs():
-    """So that `make test-fast` starts none."""
+    """`make test-fast` must start no jobs."""
     for path in TESTS.rglob("test_*.py"):
         if path.is_relative_to(TESTS / "jobs"):
             continue
@@ -27,7 +27,7 @@ def test_only_tests_in_jobs_start_jobs():
 
 
 def _private_names(path):
-    """Names with an underscore that a file takes from anything but itself."""
+    """Yields the names of private attributes that a file reads from other objects."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Attribute) or not re.match("_[^_]", node.attr):
             continue
@@ -48,12 +48,12 @@ def test_private_attributes_are_named_with_a_reason():
 
 
 def test_public_names_have_complete_docstrings():
-    """Names of docs/api.md, of which ruff asks none."""
+    """Checks names of docs/api.md, because ruff requires neither `Args` nor `Returns`."""
     assert [*structure.missing(structure.Tree(structure.ROOT))] == []
 
 
 def _names(tree):
-    """Names that a module uses; those in short strings, which may be looked up, as well."""
+    """Yields names that a module uses, and words of its short strings, which may be looked up."""
     for node in ast.walk(tree):
         for part in ("id", "attr", "arg"):
             yield getattr(node, part, None)
@@ -62,7 +62,7 @@ def _names(tree):
 
 
 def test_each_function_has_a_use_outside_of_tests():
-    """A call that is lost leaves its function to the tests of the function alone."""
+    """If the last call of a function is deleted, only its tests still use the function."""
     root = TESTS.parent
     product = [path for package in structure.PACKAGES for path in (root / package).rglob("*.py")]
     others = [*root.glob("*.py"), *(root / "examples").rglob("*.py")]

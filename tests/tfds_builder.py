@@ -9,8 +9,8 @@ class OwnBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     """Base class of data sets in tests; the name of a subclass is the name of the data set."""
 
     VERSION = tfds.core.Version("1.0.0")
-    # tensorflow-datasets 4.9.10 would search for it with importlib_resources, which it does not
-    # require.
+    # tensorflow-datasets 4.9.10 would search for the code with importlib_resources, which it does
+    # not require.
     code_path = None
 
     def features(self):

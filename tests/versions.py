@@ -1,12 +1,12 @@
 """Runs tests and a job of two ranks on every supported pair of Python and TensorFlow.
 
 Each pair has a separate environment, with TensorFlow and Horovod from
-`python -m tfposeidon install`, and with tfposeidon from its sdist. It runs
+`python -m tfposeidon install`, and with tfposeidon from its sdist. The script runs
 `python -m tfposeidon check`, some or all fast tests, and `examples/keras_digits.py` on two ranks.
 Tests use the installed packages, not those of this folder.
 
 A pair that ends in `-cuda` requires nvcc, and installs with `--cuda`: Horovod has NCCL, and the
-native ops have GPU kernels. It trains on CPUs, and omits the fast tests.
+native ops have GPU kernels. Such a pair trains on CPUs, and omits the fast tests.
 
 Interpreters are found by name (`python3.12`), on the path or in pyenv's folder. Pairs without an
 interpreter are skipped. Results are stored as JSON, and pairs that have passed do not run again.

@@ -208,7 +208,7 @@ def test_a_schedule_switches_to_auto(wire):
 
 
 class Decorated(keras.Sequential):
-    """A model whose train step is already compiled when Keras compiles it."""
+    """A model whose train step is already a `tf.function` when Keras compiles it."""
 
     @tf.function
     def train_step(self, data):

@@ -26,7 +26,7 @@ def _check_planned(optimizer):
 
 
 def test_bert_trains_exactly_on_texts_of_any_length(wire):
-    """Its gradients have no static shapes, and rows of its embedding may be sent by index."""
+    """BERT's gradients have no static shapes, and rows of its embedding may be sent by index."""
     steps = 10
     data, start = hub.make_texts(steps * BATCH), hub.bert()
     reference = train_alone(models.copy(hub.bert, start), data, sgd())
@@ -93,7 +93,7 @@ def test_replicas_stay_equal_in_mixed_precision_on_a_pydataset(wire):
 
 
 def test_each_list_of_variables_of_an_optimizer_has_a_plan(wire):
-    """The optimizer updates the two lists in turn."""
+    """The optimizer updates the two lists alternately."""
     kernels = [keras.Variable(np.ones((64, 64), "float32"), name=f"kernel_{i}") for i in range(2)]
     optimizer = tp.DistributedOptimizer(sgd())
     optimizer.build(kernels)

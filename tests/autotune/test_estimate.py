@@ -1,4 +1,4 @@
-"""Fits network profiles to computed times of probes."""
+"""Tests the fit of network profiles to computed times of probes."""
 
 import dataclasses
 import random

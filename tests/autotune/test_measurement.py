@@ -1,4 +1,4 @@
-"""Times the rounds of a network measurement."""
+"""Tests the number of timed rounds of a network measurement."""
 
 import pytest
 

@@ -139,7 +139,7 @@ def test_keras_callbacks_decide_identically_on_all_ranks(wire):
 
 
 def _rates_with_warmup(schedule_from, together=1):
-    """Returns the rate of each execution in four epochs, with two epochs of warm-up.
+    """Returns the learning rate of each execution in four epochs, with two epochs of warm-up.
 
     The schedule divides the rate by ten from epoch `schedule_from` on.
     """
@@ -174,7 +174,7 @@ def test_a_schedule_applies_directly_after_warmup(wire):
 
 
 def test_a_resumed_run_reaches_the_full_rate(wire):
-    """Its snapshot contains the rate of the last execution of the warm-up."""
+    """The snapshot contains the learning rate of the last execution in the warm-up."""
     for together, warmup_epochs, epoch, batch, last in (
         (1, 2, 2, 0, 1.75),
         (2, 2, 2, 0, 1.5),

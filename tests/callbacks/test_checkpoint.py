@@ -54,7 +54,7 @@ def test_runs_resume_in_every_phase(wire):
     whole = job(os.path.join(folder, "whole"), every_n_steps=1)
     names = sorted(os.listdir(os.path.join(folder, "whole")))
     assert len(names) == 2 * BATCHES + 2
-    # In each phase, between both, and after the last batch.
+    # Resume in each phase, between the two phases, and after the last batch.
     for name in (names[1], names[BATCHES], names[-2]):
         target = os.path.join(folder, f"from-{name}")
         if wire.topology.rank == 0:
@@ -102,7 +102,7 @@ def test_a_fit_after_a_resumed_one_starts_at_epoch_0(wire):
 
 
 def _drop_newest(folder, wire):
-    """Removes the snapshot of an epoch's end, so that a run resumes from the previous one."""
+    """Removes the snapshot of an epoch's end, so that a run resumes from the previous snapshot."""
     exchange_objects(None, wire, "saved")
     if wire.topology.rank == 0:
         shutil.rmtree(sorted(Path(folder).iterdir())[-1])
@@ -248,7 +248,7 @@ def test_checkpoint_of_another_model_is_refused(wire):
 
 
 def test_a_snapshot_within_an_epoch_of_other_samples_is_refused(wire):
-    """Its number of ranks or of steps per epoch differs.
+    """The number of ranks or of steps per epoch differs from that of the snapshot.
 
     With resume="epoch", the epoch restarts.
     """
@@ -282,7 +282,7 @@ def test_a_snapshot_within_an_epoch_of_other_samples_is_refused(wire):
     checkpoint_job(noisy, folder, sgd, model=model, callbacks=[record], resume="epoch")
     assert [step for step in begun if not isinstance(step, tuple)] == [0, 1, 2]
     assert begun[0] == (1, 5)
-    # The snapshot of the end of this epoch has the present number of ranks.
+    # The snapshot of the end of this epoch has the current number of ranks.
     checkpoint_job(noisy, folder, sgd, model=model, epochs=3)
     exchange_objects(None, wire, "done")
     if wire.topology.rank == 0:

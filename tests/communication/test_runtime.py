@@ -1,4 +1,4 @@
-"""Starting up: limits, layouts, GPUs, and Horovods that do not fit."""
+"""Tests the start: limits, layouts, GPUs, and incompatible builds of Horovod."""
 
 import contextlib
 import os
@@ -193,14 +193,14 @@ def test_ranks_share_a_gpu_without_nccl_only(monkeypatch, gpus, ranks, nccl, ref
         else contextlib.nullcontext(),
     ):
         start.require_gpu_per_rank(ranks)
-    # Each rank may see another GPU.
+    # If visible GPUs are restricted, each rank may see a different one.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=["GPU"]),
         mock.patch("horovod.tensorflow.nccl_built", return_value=True),
     ):
         start.require_gpu_per_rank(8)
-        # Nor may more be known than the launcher says.
+        # Without the launcher's number of ranks on this node, sharing cannot be detected.
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         start.require_gpu_per_rank(None)
 

@@ -151,7 +151,7 @@ def test_global_weights_gain_the_sum_of_the_worker_updates(wire):
         gained = variable.numpy() - start
         share = 1.0 if server_alpha is None else SERVER_ALPHA / ALPHA
         np.testing.assert_allclose(gained, share * everybody, rtol=1e-4, atol=1e-5)
-        # Left-over steps cause a final exchange: 4 exchanges on one worker, and 5 on the other.
+        # Remaining steps cause a final exchange: 4 exchanges on one worker, and 5 on the other.
         assert len(recorded.at_worker) == (0 if is_server() else (7 + 2 * tp.rank() + 1) // 2)
         exchanges = exchange_objects(len(recorded.at_worker), wire, "exchanges")
         assert not is_server() or len(recorded.at_server) == sum(exchanges)
@@ -252,11 +252,11 @@ def test_only_the_server_writes_files(wire):
 
 @rank_1_serves
 def test_a_resumed_run_starts_at_the_epoch_of_the_server(wire):
-    """A callback has changed the learning rate of the server, which the run resumes, too."""
+    """A callback has changed the learning rate of the server, which is restored, too."""
     folder, data = shared_folder(wire), models.mlp.data(48)
 
     def trained(*arguments, **options):
-        # Some steps are left over at the end, and the last snapshot includes them.
+        # Some steps remain after the last regular exchange, and the last snapshot includes them.
         made = tp.ElasticAveraging(sgd(), sync_every=5, alpha=ALPHA)
         rate = keras.callbacks.LearningRateScheduler(lambda epoch: 0.05 * 0.5**epoch)
         options["callbacks"] = [rate, *options["callbacks"]]
@@ -288,7 +288,7 @@ def test_non_finite_weights_do_not_reach_the_global_weights(wire):
         optimizer.iterations.assign(40)
 
     def train():
-        # Callbacks change the rate during training.
+        # Callbacks change the learning rate during training.
         optimizer.learning_rate = 0.01
         _gradient_steps(optimizer, variable, 3)
         if _first_worker():
@@ -301,7 +301,7 @@ def test_non_finite_weights_do_not_reach_the_global_weights(wire):
         assert float(optimizer.learning_rate) == np.float32(0.01)
         if _first_worker():
             os.mkdir(recovered)
-        # Until then no other worker may end, because it would send its optimizer state to the
+        # No other worker may end before this, because it would send its optimizer state to the
         # server.
         while not os.path.exists(recovered):
             time.sleep(0.01)

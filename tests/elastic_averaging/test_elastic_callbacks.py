@@ -123,8 +123,8 @@ def test_epochs_that_end_during_an_evaluation_are_merged(wire):
             assert len(ended) < epochs
             assert set(ended) <= set(begun)
             assert slow.evaluations == len(ended)
-            # Each of 2 workers exchanges twice per epoch, and an evaluation is no older than its
-            # epoch.
+            # Each of 2 workers exchanges twice per epoch, and an evaluation includes the exchanges
+            # of its epoch.
             least = [2 * 2 * (epoch + 1) for epoch in ended]
             assert (np.greater_equal(logs["exchanges"], least)).all()
             assert any("ended during an evaluation" in line for line in lines)

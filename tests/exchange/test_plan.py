@@ -91,7 +91,7 @@ def test_plan_prints_a_table():
 
 
 def test_a_rule_without_a_match_is_named():
-    """A common cause is that Keras numbers the layers of a rebuilt model anew."""
+    """A common cause is that Keras renumbers the layers of a rebuilt model."""
     plan = _plan(
         0,
         [

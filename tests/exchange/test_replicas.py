@@ -1,4 +1,4 @@
-"""Tests checksums of tensors, which GPUs compute of their own tensors."""
+"""Tests checksums of tensors, which GPUs compute for tensors in their memory."""
 
 import numpy as np
 import pytest

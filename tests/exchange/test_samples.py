@@ -21,8 +21,8 @@ COUNTS = [(4, 4), (4, 4), (2, 2), (2, 2), (3, 1), (4, 4), (4, 4), (0, 0), (0, 0)
 """Samples of rank 0 and of rank 1 in each step."""
 COLLECTIVES = [3, 2, 3, 2, 4, 3, 2, 4, 3, 3, 4]
 """Number of collectives in each step: one for the bucket, and one that compares sample counts with
-those expected. If they differ, or after a step with unequal counts, a third one sums samples, and a
-fourth one repeats the exchange."""
+the expected counts. If they differ, or after a step with unequal counts, a third one sums samples,
+and a fourth one repeats the exchange."""
 
 
 def _gradient(step, rank):
@@ -117,7 +117,7 @@ def test_no_bucket_waits_for_the_gradient_of_another(wire):
 
 @contextlib.contextmanager
 def _exchanged(wire):
-    """Yields a set of the names that steps exchange, of steps traced in this context."""
+    """Yields a set that receives the names which steps traced in this context exchange."""
     calls, names = [], set()
     with mock.patch.multiple(
         wire,

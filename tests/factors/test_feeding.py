@@ -16,7 +16,7 @@ from tests.helpers.models import same_on_all_ranks
 pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 TALK = 200_000
-"""Bytes of the messages of a step, and of those that `fit` sends before and after it."""
+"""Bytes of control messages in a step, and of those that `fit` sends before and after the step."""
 WIDTH = 500
 """Side of the kernels; on 2 x 2 ranks, factors of up to 125 rows per rank send fewer bytes."""
 
@@ -26,7 +26,7 @@ def _dataset(x, y, rows):
 
 
 class _Source:
-    """Source with this number of samples for each rank."""
+    """Source with `len(x)` samples for each rank."""
 
     signature = (tf.TensorSpec([WIDTH]),)
 

@@ -92,7 +92,7 @@ def _under(policy):
 
 
 def _read_all(model, shape, whole, batch):
-    """Returns gradients with their products, the traced step, and why others have no factors."""
+    """Returns gradients with their products, the traced step, and why others lack factors."""
     variables = [v.value for v in model.trainable_variables]
     why = {}
 

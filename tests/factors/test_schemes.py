@@ -28,7 +28,7 @@ FACTOR_SCHEMES = (
 @pytest.mark.parametrize("layout", ["2x1", "1x3", "2+1", "2x2", "interleaved 2x2", "3x2"])
 @pytest.mark.parametrize("scheme", FACTOR_SCHEMES, ids=repr)
 def test_ranks_may_have_any_number_of_rows(scheme, layout):
-    """Each rank has another number of rows, and one rank has none."""
+    """Each rank has a different number of rows, and one rank has none."""
     nodes = LAYOUTS[layout]
     size = sum(map(len, nodes))
     draw = [np.random.default_rng(rank) for rank in range(size)]

@@ -70,7 +70,7 @@ def test_the_global_weights_hold_the_maximum_over_ranks(wire):
 
 
 def test_float8_histories_are_the_maximum_over_ranks(wire):
-    """A layer sees the inputs of all ranks, and its weights follow the reference."""
+    """The history of a layer covers the inputs of all ranks, and equals that of one process."""
 
     def build():
         model = models.mlp()

@@ -53,7 +53,7 @@ def exchange_seconds(scheme, length, itemsize, structures, topology, links):
 
 
 def given(wire, rate, **options):
-    """Returns a profile with a rate between nodes, or within the node if there is only one."""
+    """Returns a profile with this rate between nodes, or within the node if there is only one."""
     per_node = max(len(node) for node in wire.topology.nodes)
     return tp.NetworkProfile.of(rate, ranks_per_node=per_node, **options)
 

@@ -13,7 +13,7 @@ SAMPLES, BATCH = 41, 12
 
 @contextlib.contextmanager
 def make_folder(wire):
-    """Yields a folder of images that all ranks share, and removes it after all have used it."""
+    """Yields a folder of images that ranks share, and removes it after all ranks have used it."""
     path = Path(shared_folder(wire))
     if wire.topology.rank == 0:
         drawn.folder(path / "images", SAMPLES)

@@ -60,9 +60,9 @@ def saved_state(model):
 
 EVERY_STEP = slice(None)
 WITHIN_AND_BETWEEN = slice(None, None, 2)
-"""Snapshots of two epochs of two batches: in the first epoch, between both, and at the end."""
+"""Snapshots of two epochs of two batches: in the first epoch, after it, and at the end."""
 BETWEEN_AND_WITHIN = slice(1, None, 2)
-"""Snapshots of two epochs of three batches: in the first epoch, between both, in the second."""
+"""Snapshots of two epochs of three batches: in the first epoch, after it, in the second epoch."""
 
 
 def check_resumes(

@@ -1,8 +1,8 @@
 """Small models of keras-hub with random weights.
 
-They have features that simple models lack: gradients without static shapes, from positions that
-are cut to a batch's length and class tokens that are tiled to its size; variables without
-gradients; frozen layers with LoRA; and experts in one array.
+They have features that simple models lack: gradients without static shapes, because positions are
+sliced to the length of a batch and class tokens are tiled to its size; variables without gradients;
+frozen layers with LoRA; and experts in one array.
 """
 
 import keras

@@ -50,7 +50,7 @@ class Reference:
         ]
 
     def apply(self, sent):
-        """Applies the differences of all replicas, which may be some steps old."""
+        """Applies the pseudo-gradients of all replicas, which may be some steps old."""
         means = [np.average(d, axis=0, weights=self.weights) for d in zip(*sent, strict=True)]
         before, self.global_weights = self.global_weights, self._moved(means)
         for replica, differences in zip(self.replicas, sent, strict=True):
@@ -119,7 +119,7 @@ def batch_norm():
 def local_job(folder, make, every_n_steps=None, build=batch_norm, model=None):
     """Runs two epochs of four batches, with the same data in the same order each time.
 
-    It trains a new model or the given model.
+    Trains a new model or the given model.
     """
     if model is None:
         keras.utils.clear_session(free_memory=False)
@@ -150,7 +150,7 @@ def check_resumes(wire, make, snapshots, label=""):
 
     Args:
       wire: Collectives that join the ranks.
-      make: Function that makes the optimizer.
+      make: Function that creates the optimizer.
       snapshots: Slice of the ten snapshots from which runs are resumed.
       label: Text for errors.
     """

@@ -23,7 +23,7 @@ def distributed(inner, scheme="auto", **options):
 def train_alone(model, data, optimizer, **fit):
     """Trains plain Keras on whole batches, and returns the weights as the reference."""
     model.compile(optimizer=dense_rows(optimizer), loss=models.LOSS)
-    # Build it before the first step: TensorFlow would trace a step that creates variables twice.
+    # Build the optimizer first: TensorFlow would trace a step that creates variables twice.
     model.optimizer.build(model.trainable_variables)
 
     def fitted():

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 EVERY, ROUNDS, BETWEEN, LATE = 8, 2, 3, 5
 WIDTH = 1400
-"""Side of the kernel, which has 8 MB; Horovod's own messages have 0.3 MB per second."""
+"""Side of the kernel, which has 8 MB; Horovod's own messages take 0.3 MB per second."""
 TALK = 200_000
 """Bytes of the messages by which ranks agree on collectives, within nodes in every step."""
 OPTIONS = {
@@ -39,8 +39,8 @@ def test_bytes_of_steps_equal_those_of_their_synchronizations(wire):
             for _ in range(count):
                 model.train_on_batch(x, x)
 
-        # Afterwards, all graphs are traced, and no exchange is pending at the start or end of
-        # counting.
+        # After these steps, all graphs are traced, and no exchange is pending at the start or end
+        # of counting.
         steps(2 * EVERY + LATE)
         node = [wire.topology.seen_from(rank) for rank in wire.topology.node.ranks]
         of_round = sum(

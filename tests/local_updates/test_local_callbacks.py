@@ -104,7 +104,7 @@ class Stops(keras.callbacks.Callback):
 
 
 def test_a_stop_within_an_epoch_stops_all_ranks_at_its_end(wire):
-    """The callbacks of both cases communicate in batches."""
+    """The callbacks of both cases communicate in batch hooks."""
     data, start = models.mlp.data(5 * BATCH), models.mlp()
     folder = shared_folder(wire)
     options = {"epochs": 4, "validation_data": data}
@@ -220,7 +220,8 @@ def test_a_rank_without_batches_receives_assigned_weights(wire):
                 with hidden(self.model):
                     self.model.set_weights([w * np.nan for w in self.model.get_weights()])
 
-    # The first op waits for data; otherwise TensorFlow would start a step without data.
+    # The first op of this model waits for data; otherwise TensorFlow would start a step without
+    # data.
     model = batch_norm()
     model.compile(tp.LocalUpdates(sgd(), EVERY), models.LOSS)
     model.fit(data, epochs=3, verbose=0, callbacks=[Breaks(), Assigns(0.1)])

@@ -43,7 +43,7 @@ def test_inner_and_outer_momentum_within_few_steps_logs_a_warning(wire):
 
 
 def test_throughput_reports_the_mean_bytes_of_a_step(wire):
-    """There is an exchange in each fourth step, and in one case an average within the node, too."""
+    """Every fourth step has an exchange. In one case, every step also has one within the node."""
     data, start = models.mlp.data(4 * BATCH), models.mlp()
     length = 4 * sum(w.size for w in start.get_weights())
     accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
@@ -87,7 +87,7 @@ def test_files_hold_global_weights_and_state_of_the_outer_optimizer(wire):
 
 
 class Late(keras.callbacks.Callback):
-    """Delays one rank in some steps, as a slow link would.
+    """Delays one rank in some steps, as a slow network would.
 
     Args:
       rank: The rank to delay.

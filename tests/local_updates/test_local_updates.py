@@ -1,4 +1,4 @@
-"""Compares ranks that train locally and synchronize with replicas in one process."""
+"""Tests that ranks with `LocalUpdates` equal replicas in one process."""
 
 import os
 import shutil
@@ -163,7 +163,7 @@ def _unequal_in_one_process(start, data, pieces, batches):
         replica.compile(keras.optimizers.SGD(0.05), models.LOSS)
         replicas.append((replica, part))
     for _ in range(2):
-        # Replicas with more than three batches train a fourth one before the synchronization.
+        # Replicas with more than three batches train a fourth batch before the synchronization.
         done = [min(n, 4) for n in batches]
         for (replica, part), n in zip(replicas, done, strict=True):
             for i in range(n):
@@ -226,7 +226,7 @@ RESUMED = {
 
 
 def test_runs_resume_between_synchronizations(wire):
-    """At every step, a resumed run has the bits of an uninterrupted run."""
+    """A resumed run has the bits of an uninterrupted run."""
     for name, make in RESUMED.items():
         # The run with an overlapped exchange has the most state, so it resumes at each step of two
         # synchronizations. The other runs resume at one step.
@@ -343,7 +343,7 @@ def test_a_gan_resumes_with_both_optimizers(wire):
             source = os.path.join(folder, "whole", snapshot)
             shutil.copytree(source, os.path.join(target, snapshot))
         exchange_objects(None, wire, "copied")
-        # The model of the first resumed run resumes the second one.
+        # The model of the first resumed run also resumes the second run.
         model, resumed = run(target, model=model)
         for a, b in zip(resumed, whole, strict=True):
             np.testing.assert_array_equal(a, b, f"resumed from {snapshot}")

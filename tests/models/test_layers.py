@@ -67,7 +67,7 @@ def _check(build, wire):
 
 
 def _check_plan(plan, expected):
-    """Checks which variables have factors, and that the plan states the reasons of others."""
+    """Checks which variables have factors, and that the plan states why the others have none."""
     factors = []
     for bucket in plan.buckets:
         for description, choice in zip(bucket.descriptions, bucket.choices, strict=True):

@@ -27,7 +27,7 @@ def _splitmix64(seed, bound):
 
 
 def _mean(a):
-    """Returns the mean of native/lib/inner_loops.h, which sums four elements in float32 first.
+    """Returns the mean like native/lib/inner_loops.h, which first sums four elements in float32.
 
     The four elements are 16 apart; their sums are added in float64.
     """

@@ -52,7 +52,7 @@ class NumpyLARS:
                 below = norm + self.decay * length if self.ratio == "sum_of_norms" else norm
                 local = self.trust * length / (below + self.epsilon)
         step = self.rate * local * step
-        # The sign is that of the paper, unlike that in the code.
+        # The velocity has the sign of the paper, unlike in the optimizer.
         self.velocity[path] = self.momentum * self.velocity.get(path, 0.0) + step
         return w - (
             self.momentum * self.velocity[path] + step if self.nesterov else self.velocity[path]

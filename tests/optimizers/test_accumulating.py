@@ -76,7 +76,7 @@ def test_each_call_equals_a_call_of_keras(rule, around):
 
 
 def test_an_optimizer_may_be_wrapped_within_an_update():
-    """Its state may also be loaded within an update."""
+    """The wrapper continues an accumulation that the inner optimizer has begun."""
     mine, others = _variables(), _variables()
     plain, inner = (RULES["Adam"](gradient_accumulation_steps=STEPS) for _ in range(2))
     for optimizer, variables in ((plain, others), (inner, mine)):

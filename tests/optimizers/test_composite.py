@@ -90,7 +90,7 @@ def test_one_rank_trains_as_keras_does(kind, options):
 
 
 def test_callbacks_of_keras_set_each_learning_rate():
-    """There is no loss scale, in which these callbacks find only a single rate."""
+    """There is no loss scale, with which these callbacks would find only a single rate."""
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
     halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)

@@ -1,4 +1,4 @@
-"""Compares Keras's loss scale around optimizers that communicate with Keras alone."""
+"""Compares Keras's loss scale around our optimizers with training by Keras alone."""
 
 import types
 
@@ -273,7 +273,7 @@ def _step(model, optimizer):
     "scheme", ["allreduce", tp.schemes.AllToAll(wire_dtype="float16"), "hitopk", "hybcomm"]
 )
 def test_an_overflow_in_a_custom_loop_is_skipped_on_all_ranks(wire, scheme):
-    """The step changes no state."""
+    """The skipped step changes no state."""
     model = models.mlp()
     optimizer = ours(SGD(0.05, momentum=0.9), scheme)
     scaled = Scaled(optimizer, initial_scale=64.0)
@@ -324,7 +324,7 @@ class _ScaledGan(Gan):
 
 @pytest.mark.ranks("2", core=True)
 def test_two_optimizers_of_a_model_have_separate_loss_scales(wire):
-    """An overflow on one rank is skipped on both."""
+    """An overflow on one rank is skipped on both ranks."""
     gan = _ScaledGan()
     made = [Scaled(ours(Adam(0.01)), initial_scale=scale) for scale in (64.0, 16.0)]
     gan.compile(*made)

@@ -29,7 +29,7 @@ def test_the_schedule_equals_its_formula_at_every_step(warmup, decay, power):
     np.testing.assert_allclose(
         rates, [expected_rate(s, 2.0, warmup, decay, 0.5, 0.1, power) for s in steps], rtol=1e-6
     )
-    # At boundaries, the rate is exact, for integers as for tensors.
+    # At boundaries, the rate is exact, for integers and for tensors.
     assert float(schedule(warmup)) == 2.0
     assert float(schedule(warmup + decay)) == float(schedule(10**9)) == np.float32(0.1)
     assert warmup == 0 or float(schedule(0)) == 0.5

@@ -222,7 +222,7 @@ def test_warm_up_ends_at_the_density():
         return nonzero
 
     for nonzero in Cluster(LAYOUTS["2x1"]).run(exchange):
-        # The gradients of both ranks are equal, and the densities 1, 0.32, 0.1, 0.03, 0.01 and
+        # The gradients of both ranks are equal, and the densities are 1, 0.32, 0.1, 0.03, 0.01 and
         # 0.01.
         assert nonzero == [1000, 316, 100, 32, 10, 10]
 

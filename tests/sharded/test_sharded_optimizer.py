@@ -190,7 +190,7 @@ def test_a_variable_without_gradients_on_any_rank_does_not_change(wire):
 
 
 def test_rules_may_shard_only_some_variables(wire):
-    """Owners update kernels, and every rank the other variables; clipping uses norms over both."""
+    """Owners update kernels, all ranks update other variables; clipping uses norms over both."""
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     for clip in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}):

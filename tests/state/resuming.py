@@ -13,10 +13,10 @@ def fit_with_checkpoint(optimizer, folder, epochs, samples=24, rank=0, ranks=1, 
     """Trains on this rank's share of batches of eight samples, and returns the model.
 
     Args:
-      optimizer: Function that makes the `DistributedOptimizer`.
+      optimizer: Function that creates the `DistributedOptimizer`.
       folder: Folder of checkpoints, from which the run resumes.
       epochs: Total number of epochs.
-      samples: Samples of an epoch, a multiple of eight.
+      samples: Samples per epoch, a multiple of eight.
       rank: Index of the share of each batch.
       ranks: Number of shares.
       **options: Further arguments of `Checkpoint`.

@@ -226,7 +226,7 @@ def test_fit_synchronizes_all_but_local_state(wire, make):
     seen = []
 
     def look(batch, logs):
-        # Callbacks see the global weights, so assign the local ones.
+        # Callbacks see the global weights, so assign the local weights.
         is_local = isinstance(model.optimizer, tp.LocalUpdates)
         with hidden(model) if is_local else contextlib.nullcontext():
             seen.append(model.get_layer("book").masks.numpy().tolist())
@@ -272,7 +272,7 @@ def test_local_recurrent_states_are_resumed(wire):
 
 @pytest.mark.ranks("2")
 def test_an_additional_rank_starts_with_new_local_state(wire, monkeypatch):
-    """It draws its own masks, and starts new sequences."""
+    """The rank draws its own masks, and starts new sequences."""
     folder, found = shared_folder(wire), []
     data = np.ones((8, 3, 2), "float32"), np.zeros((8, 1))
     read = snapshots.Snapshots.read_latest

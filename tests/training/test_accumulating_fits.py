@@ -18,7 +18,7 @@ from tests.helpers.training import BATCH, check_equal, train_alone
 pytestmark = pytest.mark.ranks("2")
 
 BATCHES, STEPS, EPOCHS = 6, 4, 2
-"""There are three updates in two epochs, and the second one begins in the first epoch."""
+"""There are three updates in two epochs, and the second update begins in the first epoch."""
 
 
 def _inner():

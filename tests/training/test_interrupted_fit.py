@@ -53,7 +53,7 @@ def _fit(model, folder, *callbacks):
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 def test_a_fit_after_an_interrupted_resume_equals_a_whole_run(tmp_path, before):
-    """The interruption comes while earlier batches are skipped, or after these."""
+    """The interruption occurs while earlier batches are skipped, or afterwards."""
     with pytest.raises(KeyboardInterrupt):
         _fit(_compiled(), tmp_path / "a", Interrupt(after=2))
     model = _compiled()

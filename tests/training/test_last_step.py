@@ -48,7 +48,7 @@ def test_shares_with_a_last_batch_on_some_ranks_equal_one_process(wire, build, s
 
 
 def test_callbacks_count_a_last_step_without_samples(wire):
-    """Rates and replicas are equal, and a run that resumes after any of these steps equals it."""
+    """Rates and replicas are equal, and resumed runs equal the uninterrupted run."""
     folder = shared_folder(wire)
     scaled = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0)
 

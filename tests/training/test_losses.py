@@ -52,8 +52,7 @@ def _mine(data, wire):
 
 def _trained(model, data, batch, optimizer, loss):
     model.compile(optimizer=optimizer, loss=loss)
-    # The length is unknown to Keras, so ranks tell each other in each step whether they have a
-    # batch.
+    # The length is unknown to Keras, so ranks check at each step whether all of them have a batch.
     model.fit(
         tf.data.Dataset.from_tensor_slices(data).batch(batch).filter(lambda *_: True),
         shuffle=False,
@@ -76,7 +75,7 @@ class _OneProcess:
         self.end = on_one_rank(lambda: _trained(model, data, BATCH, plain, loss))
 
     def distance(self, wire, sample_count=None, times=1, loss=None):
-        """Returns the largest difference of the ranks' weights, as a share of the largest weight.
+        """Returns the largest difference of the ranks' weights, relative to the largest weight.
 
         Args:
           times: Factor on the learning rate of the ranks.

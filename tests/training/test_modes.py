@@ -70,7 +70,7 @@ def _deterministic():
     try:
         yield
     finally:
-        # This function is private, but there is no public one, and other tests share the process.
+        # There is no public function for this, and other tests share the process.
         private_config.disable_op_determinism()
 
 

@@ -137,13 +137,13 @@ def test_the_loss_scale_continues_over_phases(wire):
     optimizer = _train(model, schemes, overflowing, scaled)
     same_on_all_ranks([*model.get_weights(), *(v.numpy() for v in optimizer.variables)], wire)
     assert np.isfinite(model.layers[-1].kernel.numpy()).all()
-    # It overflows in each of the two epochs of the phase.
+    # This batch overflows in each of the two epochs of the phase.
     assert scales == [1024.0, 1024.0, 256.0], scales
     assert int(optimizer.iterations) == 2 * 3 * BATCHES - 2
 
 
 def test_ranks_with_unequal_data_train_phases_together(wire):
-    """Lengths are known, then unknown. In each phase, another rank exhausts its data first."""
+    """Lengths are known, then unknown. In each phase, a different rank exhausts its data first."""
     model = _model()
 
     def unequal(phase):

@@ -78,7 +78,7 @@ def test_ten_phases_use_no_more_memory_than_two():
 
 @pytest.mark.slow
 def test_killed_runs_resume_in_each_phase(tmp_path):
-    """The kill comes within a phase, between two epochs of it, or at its end.
+    """The kill occurs within a phase, between two epochs of a phase, or at its end.
 
     test_runs_resume_in_every_phase tests the same on several ranks.
     """
@@ -108,7 +108,7 @@ def test_killed_runs_resume_in_each_phase(tmp_path):
 
 
 class _Killed(keras_callbacks.Checkpoint):
-    """Checkpoint that ends the process after a number of steps."""
+    """Checkpoint that interrupts training after a number of steps."""
 
     def __init__(self, folder, steps):
         super().__init__(folder, every_n_steps=1)

@@ -126,7 +126,8 @@ def test_callbacks_apply_to_all_optimizers(wire):
     phases = [keras_callbacks.Phase(epochs=1, size=8, batch=4)]
     for callback in (
         keras_callbacks.LearningRateSchedule(0.1, 1.0),
-        # It has no argument `optimizer`, so the message must name callbacks that have one.
+        # This callback has no argument `optimizer`, so the message must name callbacks that have
+        # one.
         keras_callbacks.ProgressiveResize(phases, learning_rate=0.1),
     ):
         with Raises(ValueError, "of which 2 communicate.*Use one LearningRateSchedule or"):

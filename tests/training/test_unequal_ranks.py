@@ -95,7 +95,8 @@ def test_sharded_updates_with_unequal_ranks(wire):
         model, optimizer = compiled_for_lengths(SERVED, **given)
         model.fit(of_unknown_length(3 + wire.topology.rank), epochs=2, verbose=0)
         check_together(model, optimizer, wire, 6)
-    # The loss scale comes and goes: servers then agree on what is finite, or do not.
+    # Remove the loss scale, and add it again: only with it, owners agree whether gradients are
+    # finite.
     inside = tp.unwrap(optimizer)
     for optimizer, updates in ((inside, 12), (scaled(inside), 18)):
         model.compile(optimizer=optimizer, loss=models.LOSS)
@@ -220,7 +221,7 @@ def test_an_unexpected_stop_takes_effect_at_the_end_of_the_epoch(wire):
 
 
 class Follows(keras.Model):
-    """Moves a second model after the trained one, and counts steps."""
+    """Model that moves a second network after the trained network, and counts steps."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +244,7 @@ class Follows(keras.Model):
 
 
 class _BuiltInTheFirstStep(keras.Model):
-    """Has a network that only the train step calls, and so builds."""
+    """Model with a network that only the train step calls, and thereby builds."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +284,7 @@ def test_dropped_steps_change_no_state(wire):
 
 
 def test_eager_steps_count_arrays(wire):
-    """`train_on_batch` passes them on as they are."""
+    """`train_on_batch` passes NumPy arrays on without converting them to tensors."""
     x, y = models.mlp.data(9)
     begin, end = [(0, 1), (1, 4), (4, 9)][wire.topology.rank]
     start = models.mlp()
@@ -298,7 +299,7 @@ def test_eager_steps_count_arrays(wire):
 
 
 class _Bag(keras.Model):
-    """Means of rows of a table, of batches that are one ragged or sparse tensor."""
+    """Model of means over rows of a table, for batches that are one ragged or sparse tensor."""
 
     def __init__(self):
         super().__init__()

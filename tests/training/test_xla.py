@@ -1,4 +1,4 @@
-"""XLA compiles the gradients of Keras's train step, and exchanges run outside (TRAPS 5)."""
+"""XLA compiles the gradients of Keras's train step, and exchanges run outside of XLA."""
 
 import contextlib
 from unittest import mock
@@ -342,7 +342,7 @@ def _loaded(model, asked):
 
 @contextlib.contextmanager
 def _unwrapped():
-    """Makes `keras.Model` as it is before the first communicating optimizer of a process."""
+    """Restores `keras.Model` to its state before the first communicating optimizer of a process."""
     methods = ("fit", "make_train_function", "compile", "_resolve_auto_jit_compile")
     owners = [next(c for c in keras.Model.__mro__ if name in vars(c)) for name in methods]
     before = [getattr(owner, name) for owner, name in zip(owners, methods, strict=True)]
@@ -378,7 +378,8 @@ def test_only_the_user_enables_xla_if_there_is_a_gpu(wire, asked, compiled, is_f
         assert model.jit_compile is True
         model.fit(*models.mlp.data(8), verbose=0)
         assert model.jit_compile is True
-    # Keras's choice before the first communicating optimizer cannot be told from the user's.
+    # Keras's choice before the first communicating optimizer cannot be distinguished from the
+    # user's.
     is_users = asked is True and compiled is not _compiled_before_an_optimizer_exists
     said = [line for line in lines if "XLA compiles no part" in line]
     assert bool(said) == (wire.topology.rank == 0 and not is_users)
