@@ -25,8 +25,8 @@ from datacache.pool.spec import Layout
 
 IN_FLIGHT = 4
 """Number of windows or batches filled concurrently: some are read while another is decoded."""
-LARGE_PAGE = 2**21
-"""Size of a large page of x86-64 in bytes."""
+HUGE_PAGE = 2**21
+"""Size of a huge page of x86-64 in bytes."""
 
 
 class Buffers:
@@ -49,22 +49,22 @@ class Buffers:
             for index in range(len(self._memory)):
                 if sys.getrefcount(self._memory[index]) <= self._idle_references:
                     return self._columns(index, samples)
-            self._memory.append(np.frombuffer(large_pages(self._bytes), np.uint8))
+            self._memory.append(np.frombuffer(huge_pages(self._bytes), np.uint8))
             return self._columns(-1, samples)
 
     def _columns(self, index: int, samples: int) -> list[np.ndarray]:
         memory = self._memory[index]
-        # Skip the memory before the first boundary of a large page.
-        return self._layout.columns(memory[-memory.ctypes.data % LARGE_PAGE :], samples)
+        # Skip the memory before the first boundary of a huge page.
+        return self._layout.columns(memory[-memory.ctypes.data % HUGE_PAGE :], samples)
 
 
-def large_pages(size: int) -> mmap.mmap:
-    """Returns new memory, in large pages if the kernel supports them."""
+def huge_pages(size: int) -> mmap.mmap:
+    """Returns new memory, in huge pages if the kernel supports them."""
     # The page fault at the first access to a page of 4 KiB takes longer than filling the page.
-    rounded = -(-size // LARGE_PAGE) * LARGE_PAGE
+    rounded = -(-size // HUGE_PAGE) * HUGE_PAGE
     # Map the pages privately, because a forked child must not see them change.
-    pages = mmap.mmap(-1, rounded + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The kernel may have been built without support for large pages.
+    pages = mmap.mmap(-1, rounded + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The kernel may have been built without support for huge pages.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

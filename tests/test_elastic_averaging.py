@@ -41,7 +41,7 @@ def test_arguments_out_of_range_are_refused(arguments, message):
         tp.ElasticAveraging(_sgd(), **arguments)
 
 
-def test_averages_over_steps_are_refused():
+def test_moving_averages_of_weights_are_refused():
     with pytest.raises(ValueError, match="ElasticAveraging does not support use_ema"):
         tp.ElasticAveraging(keras.optimizers.SGD(use_ema=True))
 

@@ -65,7 +65,7 @@ def _containers(proc: Path) -> Iterator[tuple[int, int]]:
 
 
 def _enclosing_limits(mount: _Mount, path: str) -> Iterator[tuple[int, int]]:
-    """Yields limit and remainder of a cgroup and of its parents, because all of them apply."""
+    """Yields limit and free bytes of a cgroup and of its parents, because all limits apply."""
     # In a container, the mount starts at the container's cgroup, and `path` is relative to the
     # machine or to the container.
     inside = path.removeprefix(mount.root).strip("/") if ".." not in path else ""

@@ -121,8 +121,7 @@ def test_classes_outside_imagenet_are_refused(example, label):
     assert int(images.pair_of_record(features)[1]) == 999
 
 
-def test_crops_depend_on_the_samples_of_the_batch(example, drawn, tmp_path):
-    """The crops of an epoch are reproducible, and differ between epochs."""
+def test_crops_are_reproducible_and_differ_between_epochs(example, drawn, tmp_path):
     images = example.images
     found = images.open_images(str(drawn))
     cache = images.cache_of(found.train, found.pair, 12, memory=tmp_path / "memory")

@@ -1,4 +1,4 @@
-"""Each other framework of the benchmarks trains a small emulated model on two nodes of the lab."""
+"""Tests the bytes that the other frameworks of the benchmarks send, on two nodes of the lab."""
 
 import importlib.util
 import json

@@ -362,7 +362,7 @@ def test_schemes_change_between_epochs(wire):
 
 
 class Twice(keras.Model):
-    """Trains its only layer by two optimizers in turn."""
+    """Trains its only layer with two optimizers in turn."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests options of `python -m tfposeidon run`, and small shell scripts as its ranks."""
+"""Tests `python -m tfposeidon run`: its options, and jobs whose ranks are shell scripts."""
 
 import argparse
 import asyncio

@@ -20,10 +20,10 @@ ranks. Without a network profile, tests that name no scheme use all-reduce.
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """Layout and options of `@pytest.mark.ranks(*layouts, ...)`, one for each layout.
+    """One layout, and the options, of `@pytest.mark.ranks(*layouts, ...)`.
 
     Args:
-      layout: "2" (ranks), "2x2" (nodes times ranks of each) or "2+1" (ranks of each node).
+      layout: "2" (ranks), "2x2" (nodes times ranks per node) or "2+1" (ranks of each node).
       lab: Options of the lab's network, such as "--inter 200mbit"; by default there is no lab.
       launcher: "horovodrun" or "mpirun".
       own_network: True for a separate loopback interface, without the bytes of other jobs.

@@ -123,7 +123,7 @@ def test_exhausted_input_within_an_update_is_logged(wire):
         model.fit(*_unknown(x, y, 4), epochs=2, verbose=0)
     told = [line for line in lines if "exhausted its input in the middle of an update" in line]
     assert len(told) == (2 if wire.topology.rank == 0 else 0), lines
-    # An epoch has five calls; four of them make an update.
+    # An update accumulates four calls, so the five calls of an epoch yield one update.
     assert int(model.optimizer.iterations) == 2
     same_on_all_ranks(model.get_weights(), wire)
 

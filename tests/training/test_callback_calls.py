@@ -79,7 +79,7 @@ def _usual_calls(is_known, steps_per_execution):
     [(1, False, 2), (1, True, 0), (2, False, 0), (2, True, 2), (3, False, 2), (3, True, 0)],
 )
 def test_callback_calls_equal_those_of_keras(wire, steps_per_execution, is_known, more):
-    """An epoch has four batches, so with three steps per execution, the last one has one step."""
+    """An epoch has four batches: with three steps per execution, the second execution has one."""
     usual = _usual_calls(is_known, steps_per_execution)
     mine = _data(BATCHES + more * wire.topology.rank, is_known)
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1))

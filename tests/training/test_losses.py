@@ -96,7 +96,7 @@ EXACT, FAR = 1e-5, 2e-2
 
 @ALSO_ON_FOUR_RANKS
 def test_means_over_samples_are_exact(wire):
-    """The loss sums weighted samples and divides by their number."""
+    """The loss sums the weighted losses of the samples, and divides by their number."""
     x, y = models.mlp.data(BATCHES * BATCH)
     weights = np.random.default_rng(2).uniform(0, 3, len(x)).astype("float32")
     one = _OneProcess(models.mlp, (x, y, weights), CrossEntropy(from_logits=True))

@@ -109,7 +109,7 @@ def test_compiled_gradients_equal_one_process(wire, build, functions):
     options = {} if functions else {"jit_compile": True}
     weights = train_together(model, data, optimizer, wire, options)
     same_on_all_ranks([v.numpy() for v in model.trainable_variables], wire)
-    # Statistics and flips of a batch differ between shares.
+    # Batch statistics and random flips of a share differ from those of the whole batch.
     if build is not models.normalized:
         check_equal(weights, reference)
     assert f"XLA compiles the gradients in {functions or 1} function(s)" in str(optimizer.plan)

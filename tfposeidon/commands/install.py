@@ -225,7 +225,7 @@ def compile_horovod(source: Path, scratch: Path, with_cuda: bool) -> Path:
 
 
 def cuda_environment(scratch: Path) -> dict[str, str]:
-    """Returns variables that pass the CUDA toolkit and NCCL, linked in `scratch`, to the build."""
+    """Links CUDA and NCCL in `scratch`; returns the environment variables of the build."""
     toolkit = cuda.require_toolkit()
     nccl = cuda.require_nccl(toolkit)
     needed = cuda.DRIVERS.get(toolkit.version[0], "for this CUDA")

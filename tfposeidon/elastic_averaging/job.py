@@ -147,7 +147,7 @@ def start_worker(optimizers: Sequence[Any]) -> Worker:
 def serving(
     optimizers: Sequence[Any], savers: Sequence[Callable[[], Any]], without: str
 ) -> Iterator[Server]:
-    """Runs a server that starts with the variables' values; on exit, workers get the new values.
+    """Serves the variables' values to workers; on exit, workers receive the current values.
 
     See `saved_at_failure` for the other arguments.
     """

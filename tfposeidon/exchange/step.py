@@ -349,7 +349,7 @@ class Absence:
             self._counts = tf.Variable(tf.zeros([2], tf.int64), trainable=False, name="absence")
 
     def watch(self, wanted: bool) -> None:
-        """Sets whether later traced steps skip updates if a rank's input is exhausted."""
+        """Sets whether steps traced from now on skip updates if a rank's input is exhausted."""
         self.is_watched = wanted
         # Discard the number of absent ranks of an interrupted `fit`.
         self.forget()

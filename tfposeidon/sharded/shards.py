@@ -48,8 +48,8 @@ class Shard(keras.Variable):
     def __init__(self, whole: Any, length: int) -> None:
         # Layer-wise optimizers exclude variables by the shape of the whole variable.
         self.whole = whole
-        # From the path, optimizers derive names of state and exclusions from weight decay. Keras
-        # replaces colons in names of TensorFlow variables in the same way.
+        # Optimizers derive names of state from the path. Keras replaces colons in names of
+        # TensorFlow variables in the same way.
         self._whole_path = describe(whole).path.replace(":", "_")
         dtype = keras.backend.standardize_dtype(whole.dtype)
         super().__init__(

@@ -1,4 +1,4 @@
-"""Returns scikit-learn's handwritten digits, which replace a download of MNIST, and a CNN."""
+"""Provides a CNN, and scikit-learn's handwritten digits, which replace a download of MNIST."""
 
 import sysconfig
 from pathlib import Path
