@@ -294,9 +294,9 @@ def run_inside(arguments: list[str]) -> int:
     # With setpriv, the kernel kills the processes inside if this process is killed.
     command = ["setpriv", "--pdeathsig", "KILL", *namespaces(), *python("tfposeidon.lab.inside")]
     # On the first Ctrl-C, SIGTERM or SIGHUP, this process closes its end of the pipe. The standard
-    # input of `inside` then ends, and `inside` ends its ranks. Do not forward the signal, because it
-    # would also reach processes that `inside` has just started, and that `inside` must end. A
-    # second signal kills everything. Child processes do not inherit Python's pipes, so no copy of
+    # input of `inside` then ends, and `inside` ends its ranks. Do not forward the signal: it would
+    # also reach processes that `inside` has just started, and that `inside` must end. A second
+    # signal kills everything. Child processes do not inherit Python's pipes, so no copy of
     # the end stays open.
     standard_input, end_request = os.pipe()
     signals: list[int] = []
