@@ -63,8 +63,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
         before each epoch and at the end. False if the script does this itself.
       xla_segments: Number of functions, at least 1, in which XLA compiles the gradients of Keras's
         own train step; exchange and update run outside. `None` (default) is 1 with
-        `compile(jit_compile=True)`, else XLA is off if there are several ranks or schemes with
-        state. Gradients of a segment are exchanged when its backward pass ends, so 1 hides no
+        `compile(jit_compile=True)` on CPUs, else XLA is off if there are several ranks or schemes
+        with state. Gradients of a segment are exchanged when its backward pass ends, so 1 hides no
         communication. More than 1 requires a functional or `Sequential` model, alone or as a layer
         of another model. XLA then compiles only its layers, about equally many in each segment.
       name: Name of the optimizer (default `"distributed_optimizer"`).

@@ -1,6 +1,5 @@
 """XLA compiles the gradients of Keras's train step, and exchanges run outside of XLA."""
 
-import contextlib
 from unittest import mock
 
 import keras
@@ -323,64 +322,19 @@ def test_all_ranks_compile_the_same_functions(wire):
         model.fit(*models.mlp.data(BATCH), verbose=0)
 
 
-def _compiled_first(model, asked):
-    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=asked)
-
-
-def _compiled_before_an_optimizer_exists(model, asked):
-    model.compile(sgd(), models.LOSS, jit_compile=asked)
-    model.optimizer = tp.DistributedOptimizer(sgd())
-
-
-def _loaded(model, asked):
-    model.compile(tp.DistributedOptimizer(sgd()), models.LOSS, jit_compile=asked)
-    model.fit(*models.mlp.data(8), verbose=0)
-    config = model.get_compile_config()
-    model.optimizer = None
-    model.compile_from_config(config)
-
-
-@contextlib.contextmanager
-def _unwrapped():
-    """Restores `keras.Model` to its state before the first communicating optimizer of a process."""
-    methods = ("fit", "make_train_function", "compile", "_resolve_auto_jit_compile")
-    owners = [next(c for c in keras.Model.__mro__ if name in vars(c)) for name in methods]
-    before = [getattr(owner, name) for owner, name in zip(owners, methods, strict=True)]
-    for owner, name, method in zip(owners, methods, before, strict=True):
-        setattr(owner, name, method.__wrapped__)
-    try:
-        yield
-    finally:
-        for owner, name, method in zip(owners, methods, before, strict=True):
-            setattr(owner, name, method)
-
-
-@pytest.mark.parametrize("asked", [True, "auto"])
-@pytest.mark.parametrize(
-    ("compiled", "is_first"),
-    [
-        (_compiled_first, True),
-        (_compiled_first, False),
-        (_compiled_before_an_optimizer_exists, True),
-        (_loaded, False),
-    ],
-)
-def test_only_the_user_enables_xla_if_there_is_a_gpu(wire, asked, compiled, is_first):
-    tp.DistributedOptimizer(sgd())
+@pytest.mark.parametrize(("asked", "segments"), [(True, None), ("auto", None), ("auto", 1)])
+def test_only_the_optimizer_enables_xla_if_there_is_a_gpu(wire, asked, segments):
+    """With a GPU, Keras stores `jit_compile="auto"` as True."""
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     with (
         mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
-        _unwrapped() if is_first else contextlib.nullcontext(),
         LogLines() as lines,
     ):
         model = models.mlp()
-        compiled(model, asked)
-        assert model.jit_compile is True
+        optimizer = tp.DistributedOptimizer(sgd(), xla_segments=segments)
+        model.compile(optimizer, models.LOSS, jit_compile=asked)
         model.fit(*models.mlp.data(8), verbose=0)
-        assert model.jit_compile is True
-    # Keras's choice before the first communicating optimizer cannot be distinguished from the
-    # user's.
-    is_users = asked is True and compiled is not _compiled_before_an_optimizer_exists
+        assert model.jit_compile is True, "evaluation must use XLA"
     said = [line for line in lines if "XLA compiles no part" in line]
-    assert bool(said) == (wire.topology.rank == 0 and not is_users)
-    assert ("XLA compiles" in str(model.optimizer.plan)) is is_users
+    assert len(said) == (wire.topology.rank == 0 and segments is None)
+    assert ("XLA compiles" in str(optimizer.plan)) is bool(segments)

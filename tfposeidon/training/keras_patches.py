@@ -1,7 +1,7 @@
 """Patches methods of `keras.Model` for models with communicating optimizers.
 
 Keras gives an optimizer no access to the model that it trains. So the first communicating optimizer
-of a process wraps methods of `keras.Model`; models with other optimizers keep their behavior.
+of a process wraps two methods of `keras.Model`; models with other optimizers keep their behavior.
 Keras looks these methods up after the optimizer is constructed, even in
 `model.compile(optimizer=tp.DistributedOptimizer(...))`, where wrapping `compile` would be too late.
 
@@ -12,9 +12,8 @@ Keras looks these methods up after the optimizer is constructed, even in
   and averages layer state and metrics (`global_metrics`).
 - Both call the hooks of optimizers (`hooks.FitHooks`).
 
-Two more methods of `keras.Model` record whether the user or Keras chose `jit_compile`. In
-`LossScaleOptimizer.apply`, a loss scale around a communicating optimizer averages gradients before
-it checks and unscales them.
+In `LossScaleOptimizer.apply`, a loss scale around a communicating optimizer averages gradients
+before it checks and unscales them.
 """
 
 from __future__ import annotations
@@ -43,16 +42,10 @@ log = logging.getLogger("tfposeidon")
 
 def patch_keras() -> None:
     """Wraps methods of `keras.Model` and of `LossScaleOptimizer`; a second call has no effect."""
-    for name, wrap in (
-        ("make_train_function", functools.partial(_wrapped, replacement=_make_train_function)),
-        ("fit", functools.partial(_wrapped, replacement=_fit)),
-        ("compile", xla.noting_compile),
-        ("_resolve_auto_jit_compile", xla.noting_auto),
-    ):
+    for name, replacement in (("make_train_function", _make_train_function), ("fit", _fit)):
         owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
         if not hasattr(getattr(owner, name), "_tfposeidon"):
-            setattr(owner, name, wrap(getattr(owner, name)))
-            getattr(owner, name)._tfposeidon = True
+            setattr(owner, name, _wrapped(getattr(owner, name), replacement))
     scale = keras.optimizers.LossScaleOptimizer
     if not hasattr(scale.apply, "_tfposeidon"):
         scale.apply = _averaging_first(scale.apply)
@@ -87,6 +80,7 @@ def _wrapped(original: Any, replacement: Any) -> Any:
         with session.refusing_hidden_optimizers(self):
             return original(self, *args, **kwargs)
 
+    method._tfposeidon = True  # type: ignore[attr-defined]
     return method
 
 
@@ -108,9 +102,10 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     if (functions or model.jit_compile != wanted) and not own.has_logged_xla:
         own.has_logged_xla = True
         runtime.log_once(
-            "tfposeidon: XLA compiles %s of this model's steps; it can compile neither collectives "
-            "nor top-k selection.",
-            f"the gradients in {functions} function(s)" if functions else "no part",
+            "tfposeidon: XLA compiles %s; it can compile neither collectives nor top-k selection.",
+            f"the gradients of this model in {functions} function(s)"
+            if functions
+            else "no part of this model's steps, without xla_segments in the optimizer",
         )
     try:
         made = original(*call.args, **call.kwargs)

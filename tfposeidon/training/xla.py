@@ -8,10 +8,7 @@ a part of the layers, return the gradients of this part when its backward pass e
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,54 +19,6 @@ from tensorflow.python.util import _pywrap_determinism  # There is no public API
 
 from tfposeidon.training import session
 
-_AUTO = "_tfposeidon_has_auto_xla"
-"""Attribute of a model that is true if it was compiled with `jit_compile="auto"`."""
-
-
-def noting_compile(original: Any) -> Any:
-    """Wraps `compile`, to record whether the user or Keras chooses the value of `jit_compile`."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        is_auto = call.arguments.get("jit_compile", "auto") == "auto"
-        setattr(call.arguments["self"], _AUTO, is_auto)
-        return original(*args, **kwargs)
-
-    return method
-
-
-def noting_auto(original: Any) -> Any:
-    """Wraps Keras's choice of `jit_compile`, because the first `compile` may not be wrapped."""
-
-    # In `model.compile(tp.DistributedOptimizer(...))`, Python looks `compile` up before it calls
-    # the constructor that wraps `compile`.
-    @functools.wraps(original)
-    def method(model: Any) -> Any:
-        # An assignment to `model.jit_compile` may call this method as well, for any value.
-        if sys._getframe(1).f_code.co_name == "compile":
-            setattr(model, _AUTO, True)
-        return original(model)
-
-    return method
-
-
-def _has_user_chosen(model: Any) -> bool:
-    """Returns whether the user, and not Keras, chose the value of `jit_compile`."""
-    config = getattr(model, "_compile_config", None)
-    is_auto = getattr(model, _AUTO, None)
-    if is_auto is None:
-        # Without a record, a `compile` with a communicating optimizer had an explicit value. Any
-        # other call began before such an optimizer existed, and Keras chooses XLA only on GPUs.
-        compiled = session.without_loss_scale(config and config.config["optimizer"])
-        has_gpu = bool(tf.config.list_physical_devices("GPU"))
-        is_auto = has_gpu and not session.is_distributed(compiled)
-    if is_auto and config is not None:
-        # Keras saves the value that it chose, which would count as the user's in a loaded model.
-        config.config["jit_compile"] = "auto"
-    return not is_auto
-
 
 def requested_functions(model: Any, is_optional: bool) -> int:
     """Returns how many functions of the train step XLA compiles; 0 to build the step without XLA.
@@ -77,9 +26,18 @@ def requested_functions(model: Any, is_optional: bool) -> int:
     With `is_optional`, an optimizer has to request them, because Keras can compile the whole step.
     """
     wanted = max(getattr(one, "xla_segments", None) or 0 for one in session.optimizers_of(model))
-    is_users = _has_user_chosen(model) and bool(model.jit_compile) and not is_optional
+    # Keras stores what "auto" became, which is False without a GPU. With a GPU, `jit_compile` does
+    # not show whether the user chose it, so only an optimizer requests XLA.
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    is_users = bool(model.jit_compile) and not (is_optional or has_gpu)
     if not wanted and not is_users:
         return 0
+    _check_support(model, wanted)
+    return wanted or 1
+
+
+def _check_support(model: Any, wanted: int) -> None:
+    """Refuses models whose train step XLA cannot compile."""
     received = f"xla_segments={wanted}" if wanted else "jit_compile=True"
     remedy = "Leave xla_segments out." if wanted else "Pass jit_compile=False to compile."
     optimizer = session.without_loss_scale(model.optimizer)
@@ -100,7 +58,6 @@ def requested_functions(model: Any, is_optional: bool) -> int:
             "XLA compiles only traced steps of layers that support it, without op determinism. "
             f"Received: {received} and {reason}. {remedy}"
         )
-    return wanted or 1
 
 
 def compiled(
@@ -159,20 +116,7 @@ def _segments(model: Any, count: int) -> Iterator[None]:
     def run(inputs: Any, operation_fn: Any = lambda operation: operation) -> Any:
         nonlocal has_run
         has_run = True
-        values = {id(x): y for x, y in zip(graph.inputs, keras.tree.flatten(inputs), strict=True)}
-        for function in _cut(graph, count):
-            tensors = [values[id(x)] for x in function.inputs]
-            outputs, masks = _segment(function, operation_fn)(tensors, _masks(tensors))
-            values |= zip(map(id, function.outputs), _with_masks(outputs, masks), strict=True)
-        # Neither losses nor the lists of TensorFlow's loops can leave a compiled function.
-        if refused := [one.name for one in graph._flatten_layers() if one._losses or _loops(one)]:
-            raise ValueError(
-                "Layers of compiled segments must neither add losses nor loop over time. Received: "
-                f"xla_segments={count} and layers {refused}. Pass xla_segments=1, or unroll=True "
-                "to recurrent layers."
-            )
-        outputs = [values[id(x)] for x in graph.outputs]
-        return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
+        return _run_in_segments(graph, count, inputs, operation_fn)
 
     with _replaced(graph, "_run_through_graph", run) if graph else contextlib.nullcontext():
         yield
@@ -184,12 +128,33 @@ def _segments(model: Any, count: int) -> Iterator[None]:
         )
 
 
+def _run_in_segments(graph: Any, count: int, inputs: Any, operation_fn: Any) -> Any:
+    """Returns the outputs of a graph of layers, whose operations run in compiled functions."""
+    values = {id(x): y for x, y in zip(graph.inputs, keras.tree.flatten(inputs), strict=True)}
+    for function in _cut(graph, count):
+        tensors = [values[id(x)] for x in function.inputs]
+        outputs, masks = _segment(function, operation_fn)(tensors, _masks(tensors))
+        values |= zip(map(id, function.outputs), _with_masks(outputs, masks), strict=True)
+    # Neither losses nor the lists of TensorFlow's loops can leave a compiled function.
+    if refused := [one.name for one in graph._flatten_layers() if _is_refused(one)]:
+        raise ValueError(
+            "Layers of compiled segments must neither add losses nor loop over time. Received: "
+            f"xla_segments={count} and layers {refused}. Pass xla_segments=1, or unroll=True "
+            "to recurrent layers."
+        )
+    outputs = [values[id(x)] for x in graph.outputs]
+    return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
+
+
 def _size(graph: Any) -> tuple[int, int]:
     return len(graph.trainable_weights), len(graph.operations)
 
 
-def _loops(layer: Any) -> bool:
-    return isinstance(layer, keras.layers.RNN) and not layer.unroll
+def _is_refused(layer: Any) -> bool:
+    """Returns whether a layer adds losses other than regularizers, or loops over time."""
+    regularized = sum(one.regularizer is not None for one in layer.trainable_variables)
+    loops = isinstance(layer, keras.layers.RNN) and not layer.unroll
+    return loops or len(layer.losses) > regularized
 
 
 def _cut(graph: Any, count: int) -> list[Any]:
