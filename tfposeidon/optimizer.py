@@ -114,10 +114,9 @@ class DistributedOptimizer(CommunicatingOptimizer):
         if gradient_accumulation_steps and not accumulated_steps(inner_optimizer):
             _accumulate_inside(inner_optimizer, gradient_accumulation_steps)
         self.gradient_accumulation_steps = accumulated_steps(inner_optimizer)
-        self.synchronize_model = synchronize_model
         if xla_segments is not None:
             xla_segments = checks.check_integer("xla_segments", xla_segments, 1)
-        self.xla_segments = xla_segments
+        self.synchronize_model, self.xla_segments = synchronize_model, xla_segments
         self._accumulation: Accumulation | None = None
         self._afterwards: Afterwards | None = None
 

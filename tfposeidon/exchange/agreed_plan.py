@@ -177,13 +177,7 @@ class AgreedPlans:
         exchanger = self.exchanger(variables, inner_optimizer)
         compiled = settings["functions compiled by XLA"]
         if exchanger.prefix is not None:
-            if compiled != exchanger.xla_functions:
-                raise ValueError(
-                    "XLA must compile the same number of functions in all steps of an optimizer, "
-                    "because ranks agree on it once. Received: "
-                    f"{compiled} instead of {exchanger.xla_functions} function(s). Compile the "
-                    "model with a new optimizer."
-                )
+            _check_compiled(compiled, exchanger.xla_functions)
             # Check again, because a script may have caught the error of the last check below.
             check_optimizer(exchanger.plan, inner_optimizer)
             return
@@ -277,6 +271,16 @@ class AgreedPlans:
             states = SchemeStates(plan)
         states.take_over(exchanger.states)
         exchanger.plan, exchanger.states = plan, states
+
+
+def _check_compiled(functions: int, agreed: int) -> None:
+    """Refuses another number of functions that XLA compiles than ranks have agreed on."""
+    if functions != agreed:
+        raise ValueError(
+            "XLA must compile the same number of functions in all steps of an optimizer, because "
+            f"ranks agree on it once. Received: {functions} instead of {agreed} function(s). "
+            "Compile the model with a new optimizer."
+        )
 
 
 def _notes(

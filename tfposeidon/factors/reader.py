@@ -47,10 +47,8 @@ def factors_of(
     products, local_terms = _terms(gradient)
     if not products:
         kind = _source(gradient).type
-        compiled = ", such as one that XLA compiles" if kind.endswith("PartitionedCall") else ""
-        raise NoFactorsError(
-            f"it comes from {kind}{compiled}, which is not a product of two matrices"
-        )
+        kind += ", such as one that XLA compiles" if kind.endswith("PartitionedCall") else ""
+        raise NoFactorsError(f"it comes from {kind}, which is not a product of two matrices")
     products = [_of_width(product, shape) for product in products]
     (m, n), *others = {(p.left.shape[1], p.right.shape[1]) for p in products}
     if others or m is None or n is None or m * n != tf.TensorShape(shape).num_elements():

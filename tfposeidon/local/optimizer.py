@@ -143,8 +143,7 @@ class LocalUpdates(CommunicatingOptimizer):
           variables: The trainable variables.
 
         Raises:
-          ValueError: If a variable is not floating point, or if the scheme has error feedback and
-            the outer optimizer does not assign the global weights to all ranks.
+          ValueError: If a variable is not floating point, or scheme and outer optimizer conflict.
         """
         # Keras passes no variables when it loads an .h5 file.
         if self.built or not variables:
