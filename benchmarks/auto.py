@@ -1,7 +1,7 @@
 """Compares `auto` with every fixed exact scheme, in configurations not used for fitting.
 
     python -m benchmarks.auto            # short: GoogLeNet at 2 Gb/s
-    python -m benchmarks.auto --full     # twelve configurations; 70 minutes
+    python -m benchmarks.auto --full     # twelve configurations; 92 minutes
 
 The configurations were chosen after the code was finished. Their models, layouts and bandwidths
 differ from those of the other benchmarks. One has a limit per connection, as in clouds. One has

@@ -34,11 +34,13 @@ def of_gradients_in_node(optimizer: Any) -> Step:
     """Returns the exchange of gradients among the ranks of a node."""
     differences = optimizer.exchange
     # Do not number the prefix: ranks alone in their node draw no number, so numbers would differ.
-    ways = {
-        "wire": runtime.node_wire,
-        "prefix": lambda: f"{differences.exchangers[-1].prefix}.node",
-    }
-    node = _like(optimizer, optimizer, policies.parse("allreduce"), **ways)
+    node = _like(
+        optimizer,
+        optimizer,
+        policies.parse("allreduce"),
+        wire=runtime.node_wire,
+        prefix=lambda: f"{differences.exchangers[-1].prefix}.node",
+    )
     # Share the number of absent ranks, because the exchange within the node detects them first.
     node.absence = differences.absence
     return node

@@ -89,10 +89,10 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     # XLA can compile the whole step of a single rank if schemes have no state.
     optimizers = session.optimizers_of(model)
     is_alone = runtime.size() == 1 and not any(one.policy.keeps_state for one in optimizers)
-    functions = xla.requested_functions(model, is_optional=is_alone)
+    functions = xla.requested_functions(model, optimizers, is_optional=is_alone)
     for optimizer in optimizers:
         optimizer.xla_functions = functions
-    _prepare_train_step(model, functions)
+    _prepare_train_step(model, optimizers, functions)
     own = session.of(model)
     own.counts_steps = bool(own.step_hooks) and model.steps_per_execution != 1
     # Restore the setting afterwards, because evaluation can use XLA.
@@ -115,10 +115,10 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
     return made
 
 
-def _prepare_train_step(model: Any, functions: int) -> None:
+def _prepare_train_step(model: Any, optimizers: list[Any], functions: int) -> None:
     """Makes the model's train step count samples and compile `functions` functions with XLA."""
     # XLA compiles the steps of a single rank, and has no access to variables on the CPU.
-    for optimizer in session.optimizers_of(model) if runtime.size() > 1 else ():
+    for optimizer in optimizers if runtime.size() > 1 else ():
         optimizer.exchange.batch.build()
     own = getattr(model.train_step, "_tfposeidon", model.train_step)
     # Clone a `tf.function`, because its cached traces do not include the context below.

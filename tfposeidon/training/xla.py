@@ -20,17 +20,16 @@ from tensorflow.python.util import _pywrap_determinism  # There is no public API
 from tfposeidon.training import session
 
 
-def requested_functions(model: Any, is_optional: bool) -> int:
+def requested_functions(model: Any, optimizers: Sequence[Any], is_optional: bool) -> int:
     """Returns how many functions of the train step XLA compiles; 0 to build the step without XLA.
 
     With `is_optional`, an optimizer has to request them, because Keras can compile the whole step.
     """
-    wanted = max(getattr(one, "xla_segments", None) or 0 for one in session.optimizers_of(model))
+    wanted = max(getattr(one, "xla_segments", None) or 0 for one in optimizers)
     # Keras stores what "auto" became, which is False without a GPU. With a GPU, `jit_compile` does
     # not show whether the user chose it, so only an optimizer requests XLA.
-    has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    is_users = bool(model.jit_compile) and not (is_optional or has_gpu)
-    if not wanted and not is_users:
+    may_be_users = model.jit_compile and not is_optional
+    if not wanted and not (may_be_users and not tf.config.list_physical_devices("GPU")):
         return 0
     _check_support(model, wanted)
     return wanted or 1
