@@ -64,9 +64,8 @@ class DistributedOptimizer(CommunicatingOptimizer):
       xla_segments: Number of functions, at least 1, in which XLA compiles the gradients of Keras's
         own train step; exchange and update run outside. `None` (default) is 1 with
         `compile(jit_compile=True)` on CPUs, else XLA is off if there are several ranks or schemes
-        with state. Gradients of a segment are exchanged when its backward pass ends, so 1 hides no
-        communication. More than 1 requires a functional or `Sequential` model, alone or as a layer
-        of another model. XLA then compiles only its layers, about equally many in each segment.
+        with state. Functions compute about equally many gradients each, which are exchanged when
+        their function ends, so 1 hides no communication.
       name: Name of the optimizer (default `"distributed_optimizer"`).
       **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
         the error names the replacement.

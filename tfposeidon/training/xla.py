@@ -1,8 +1,8 @@
 """Compiles the gradients of Keras's own train step with XLA, and not their exchange.
 
 XLA can compile neither collectives nor top-k selection. A step that is compiled as one function
-returns all gradients at its end, so that its communication is exposed. Several functions, each for
-a part of the layers, return the gradients of this part when its backward pass ends.
+returns all gradients at its end, so that its communication is exposed. Therefore the graph of a
+traced step can be cut into several functions, each of which returns the gradients that it computes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_determinism  # There is no public API.
 
@@ -64,19 +63,24 @@ def compiled(
 ) -> Callable[[Any], dict[str, Any]]:
     """Returns a train step that computes the gradients of `step` in compiled functions."""
 
-    def gradients(data: Any) -> tuple[list[list[Any]], dict[str, Any]]:
-        found: list[list[Any]] = []
-        with _replaced(model.optimizer, "apply", lambda grads, *_: found.append(list(grads))):
-            logs = step(data)
-        return found, logs
-
     def train_step(data: Any) -> dict[str, Any]:
-        if functions > 1:
-            with _segments(model, functions):
-                return step(data)
+        def gradients(*inputs: Any) -> tuple[list[list[Any]], dict[str, Any]]:
+            found: list[list[Any]] = []
+            values = iter(inputs)
+            packed = tf.nest.map_structure(
+                lambda x: next(values) if tf.is_tensor(x) else x, data, expand_composites=True
+            )
+            with _replaced(model.optimizer, "apply", lambda grads, *_: found.append(list(grads))):
+                logs = step(packed)
+            return found, logs
+
         # Make a new function for each trace, because a step may be traced again after its first
         # trace has created variables.
-        found, logs = tf.function(gradients, jit_compile=True, autograph=False)(data)
+        function = tf.function(gradients, jit_compile=True, autograph=False)
+        tensors = [x for x in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(x)]
+        found, logs = (
+            function(*tensors) if functions == 1 else _run_parts(function, functions, tensors)
+        )
         for grads in found:
             model.optimizer.apply(grads, model.trainable_weights)
         return logs
@@ -103,109 +107,67 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
             attributes[name] = before
 
 
-@contextlib.contextmanager
-def _segments(model: Any, count: int) -> Iterator[None]:
-    """Runs a model's graph of layers as `count` compiled functions within this context."""
-    layers = (getattr(one, "_functional", one) for one in model._flatten_layers())
-    graphs: list[Any] = [one for one in layers if isinstance(one, keras.Function)]
-    # An inner model with more layers, such as a frozen one, may have no gradients.
-    graph: Any = max(graphs, key=_size, default=None)
-    has_run = False
+def _run_parts(function: Any, count: int, tensors: Sequence[Any]) -> Any:
+    """Returns the outputs of a function, whose graph runs as `count` compiled functions."""
+    whole = function.get_concrete_function(*tensors)
+    operations = [one for one in whole.graph.get_operations() if one.type != "Placeholder"]
+    bounds = _bounds(operations, whole.structured_outputs[0], count)
+    graph = whole.graph.as_graph_def()
+    names = [x.name for x in whole.inputs]
+    values = dict(zip(names, [*tensors, *whole.captured_inputs], strict=True))
+    for begin, end in itertools.pairwise(bounds):
+        used = {x.name for one in operations[end:] for x in one.inputs}
+        used |= {x.name for x in whole.outputs}
+        outputs = [x for one in operations[begin:end] for x in one.outputs if x.name in used]
+        values |= _run_part(graph, operations[begin:end], values, outputs)
+    return tf.nest.map_structure(
+        lambda x: values[x.name], whole.structured_outputs, expand_composites=True
+    )
 
-    def run(inputs: Any, operation_fn: Any = lambda operation: operation) -> Any:
-        nonlocal has_run
-        has_run = True
-        return _run_in_segments(graph, count, inputs, operation_fn)
 
-    with _replaced(graph, "_run_through_graph", run) if graph else contextlib.nullcontext():
-        yield
-    if not has_run:
+def _bounds(operations: Sequence[Any], gradients: Any, count: int) -> list[int]:
+    """Returns where to cut operations into parts that compute about equally many gradients."""
+    index = {one.name: position for position, one in enumerate(operations)}
+    found = [one for one in tf.nest.flatten(gradients) if one is not None]
+    parts = [tf.nest.flatten(one, expand_composites=True) for one in found]
+    ends = sorted({1 + max(index.get(x.op.name, -1) for x in part) for part in parts})
+    # A compiled function cannot return the lists in which loops store what their gradients need.
+    lists = [
+        (index[x.op.name], index[one.name])
+        for one in operations
+        for x in one.inputs
+        if x.dtype == tf.variant
+    ]
+    ends = [end for end in ends if not any(made < end <= used for made, used in lists)]
+    if count > len(ends):
         raise ValueError(
-            "Several compiled segments require a Sequential or functional model, or such a model "
-            f"as a layer. Received: xla_segments={count} and {type(model).__name__}, which has or "
-            "calls none. Pass xla_segments=1."
+            "`xla_segments` must be at most the number of gradients that XLA can return one after "
+            f"another. Received: xla_segments={count} and {len(ends)} such gradients. Pass "
+            "xla_segments=1."
         )
+    inner = [ends[len(ends) * part // count - 1] for part in range(1, count)]
+    return [0, *inner, len(operations)]
 
 
-def _run_in_segments(graph: Any, count: int, inputs: Any, operation_fn: Any) -> Any:
-    """Returns the outputs of a graph of layers, whose operations run in compiled functions."""
-    values = {id(x): y for x, y in zip(graph.inputs, keras.tree.flatten(inputs), strict=True)}
-    for function in _cut(graph, count):
-        tensors = [values[id(x)] for x in function.inputs]
-        outputs, masks = _segment(function, operation_fn)(tensors, _masks(tensors))
-        values |= zip(map(id, function.outputs), _with_masks(outputs, masks), strict=True)
-    # Neither losses nor the lists of TensorFlow's loops can leave a compiled function.
-    if refused := [one.name for one in graph._flatten_layers() if _is_refused(one)]:
-        raise ValueError(
-            "Layers of compiled segments must neither add losses nor loop over time. Received: "
-            f"xla_segments={count} and layers {refused}. Pass xla_segments=1, or unroll=True "
-            "to recurrent layers."
-        )
-    outputs = [values[id(x)] for x in graph.outputs]
-    return keras.tree.pack_sequence_as(graph._outputs_struct, outputs)
-
-
-def _size(graph: Any) -> tuple[int, int]:
-    return len(graph.trainable_weights), len(graph.operations)
-
-
-def _is_refused(layer: Any) -> bool:
-    """Returns whether a layer adds losses other than regularizers, or loops over time."""
-    regularized = sum(one.regularizer is not None for one in layer.trainable_variables)
-    loops = isinstance(layer, keras.layers.RNN) and not layer.unroll
-    return loops or len(layer.losses) > regularized
-
-
-def _cut(graph: Any, count: int) -> list[Any]:
-    """Returns `keras.Function` objects that compute the graph one after another.
-
-    All have about equally many operations. Outputs are the tensors that later functions need.
-    """
-    by_depth = graph._nodes_by_depth
-    ordered = (node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth])
-    nodes = [node for node in ordered if not node.is_input]
-    if count > len(nodes):
-        raise ValueError(
-            "`xla_segments` must be at most the number of operations. Received: "
-            f"xla_segments={count} and {len(nodes)} operations of {graph.name!r}."
-        )
-    functions: list[Any] = []
-    needed = {id(x) for x in graph.outputs}
-    bounds = [len(nodes) * index // count for index in range(count + 1)]
-    for begin, end in reversed([*itertools.pairwise(bounds)]):
-        part = nodes[begin:end]
-        made = {id(x): x for node in part for x in node.outputs}
-        used = {id(x): x for node in part for x in node.input_tensors if id(x) not in made}
-        outputs = [x for key, x in made.items() if key in needed]
-        functions.insert(0, keras.Function([*used.values()], outputs))
-        needed |= used.keys()
-    return functions
-
-
-def _segment(function: Any, operation_fn: Any) -> Any:
-    """Returns a compiled function of tensors and masks, which runs a `keras.Function`."""
+def _run_part(
+    graph: Any, operations: Sequence[Any], values: dict[str, Any], outputs: Sequence[Any]
+) -> dict[str, Any]:
+    """Returns outputs of operations by name, which one compiled function computes from values."""
+    names = {one.name for one in operations}
+    part = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
+    part.node.extend(node for node in graph.node if node.name in names)
+    for node in part.node:
+        # Functions that use the same variables run in order, without control inputs of other parts.
+        node.input[:] = [x for x in node.input if not x.startswith("^") or x[1:] in names]
+    used = [x.name for one in operations for x in one.inputs if x.name in values]
+    inputs = {name: values[name] for name in used}
 
     @tf.function(jit_compile=True, autograph=False)
-    def segment(tensors: Sequence[Any], masks: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        # `operation_fn` passes arguments of the call, such as `training`, to each layer. A call of
-        # `function` would pass the recorded arguments of layers, such as `training=False`.
-        # TensorFlow refuses the outermost scope of a layer whose name begins with "_".
-        with tf.name_scope("segment"):
-            found = function._run_through_graph(_with_masks(tensors, masks), operation_fn)
-        outputs = keras.tree.flatten(found)
-        return outputs, _masks(outputs)
+    def segment(*tensors: Any) -> list[Any]:
+        named = dict(zip(inputs, tensors, strict=True))
+        return tf.graph_util.import_graph_def(part, named, [x.name for x in outputs], name="")
 
-    return segment
-
-
-def _masks(tensors: Sequence[Any]) -> list[Any]:
-    """Returns the masks that Keras passes between layers as an attribute of tensors."""
-    return [getattr(tensor, "_keras_mask", None) for tensor in tensors]
-
-
-def _with_masks(tensors: Sequence[Any], masks: Sequence[Any]) -> list[Any]:
-    """Sets the masks of tensors, because a `tf.function` does not return these attributes."""
-    for tensor, mask in zip(tensors, masks, strict=True):
-        if mask is not None:
-            tensor._keras_mask = mask
-    return list(tensors)
+    found = {x.name: y for x, y in zip(outputs, segment(*inputs.values()), strict=True)}
+    for x in outputs:
+        found[x.name].set_shape(x.shape)
+    return found
