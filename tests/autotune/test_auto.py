@@ -146,7 +146,7 @@ def test_residuals_survive_recomputed_plans(wire):
         same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_sizes_are_those_of_all_timed_steps():
+def test_sizes_are_means_over_all_timed_steps():
     """The recorded size is a mean, because the last step of an epoch may have fewer samples."""
     seen = iter([[64.0], [32.0], [8.0]])
     reader = SimpleNamespace(sizes=lambda *_: tf.constant(next(seen)))

@@ -1,4 +1,4 @@
-"""`auto` with data of unknown length, several optimizers and mixed precision."""
+"""Tests `auto` with data of unknown length, several optimizers and mixed precision."""
 
 import keras
 import numpy as np

@@ -251,7 +251,7 @@ def test_a_plan_changes_with_epochs_of_unknown_length(wire):
 
 
 def test_a_resumed_run_follows_the_retained_plan(wire):
-    """The run keeps the saved plan, although another plan is predicted to be faster."""
+    """The run retains the saved plan, although another plan is predicted to be faster."""
     folder, steps = shared_folder(wire), choose_plan.UNTIMED_STEPS + choose_plan.TIMED_STEPS
     known = ideal(wire, 4 * WIDTH**2 / 0.004)
     plans = []
@@ -271,4 +271,4 @@ def test_a_resumed_run_follows_the_retained_plan(wire):
         plans.append([(bucket.scheme, bucket.members) for bucket in optimizer.plan.buckets])
         assert optimizer.plan.forecasts
     assert plans[0] == plans[1]
-    assert len(plans[0]) <= 2, "smaller buckets would be faster in the remaining steps"
+    assert len(plans[0]) <= 2, "the first run must retain its plan of large buckets"

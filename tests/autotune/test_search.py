@@ -257,7 +257,7 @@ def test_close_plans_are_timed():
 
 
 def test_candidates_without_a_trial_gain_no_advantage():
-    """If all timed candidates are slowed down alike, one of them is still chosen."""
+    """If all timed candidates have the same slowdown, one of them is still chosen."""
     trial, calls = _trial(("allreduce", 5.0), ("torus2d", 5.0), links=NEAR)
     forecast = choose(links=NEAR, trial=trial).forecasts[0]
     chosen = forecast.chosen
@@ -295,7 +295,7 @@ def test_an_uncertain_network_widens_the_trial():
 def test_no_trial_if_predictions_differ_or_trials_are_disabled():
     trial, calls = _trial()
     assert choose(trial=trial).forecasts[0].chosen == choose().forecasts[0].chosen
-    assert not calls, "the torus is far ahead"
+    assert not calls, "the torus is so much faster that no trial is needed"
     trial, calls = _trial(links=NEAR)
     choose(policies.Auto(timed_trials=False), NEAR, trial=trial)
     choose(policies.parse("torus2d"), NEAR, trial=trial)
@@ -319,7 +319,7 @@ def test_policies_are_saved_without_the_network_profile():
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):
         assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
     assert set(policy.get_config()) == {"compression", "density", "margin", "timed_trials"}
-    # A policy that another release has saved, in which the class was in another module.
+    # Another release saved policies when the class was in another module.
     saved = keras.saving.serialize_keras_object(policy) | {"module": "tfposeidon.policies.auto"}
     assert keras.saving.deserialize_keras_object(saved) == policy
 

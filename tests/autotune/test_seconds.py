@@ -67,7 +67,7 @@ def test_faster_links_never_predict_slower_steps(name, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_predicted_seconds_scale_with_rates_and_latencies(name, layout):
-    """Ten times the rates and a tenth of the latencies give a tenth of the time."""
+    """Ten times the rates and a tenth of the latencies reduce the time to a tenth."""
     tenth = NetworkProfile(
         rates=Rates(**{k: v / 10 for k, v in dataclasses.asdict(CPU).items()}),
         collective_s=LINKS.collective_s / 10,
@@ -84,7 +84,7 @@ def test_predicted_seconds_scale_with_rates_and_latencies(name, layout):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_all_ranks_predict_the_same(name):
+def test_all_ranks_predict_the_same_seconds(name):
     for topology in LAYOUTS.values():
         found = {
             _seconds(SCHEMES[name], topology.seen_from(rank), LINKS)
@@ -100,7 +100,7 @@ def test_a_single_node_needs_no_link_between_nodes():
         assert _seconds(scheme, alone, node) == _seconds(scheme, alone, LINKS)
 
 
-def test_ranks_on_two_nodes_never_use_the_link_within_one():
+def test_nodes_of_one_rank_never_use_the_link_within_nodes():
     """In a ring of two nodes of one rank, the much faster link within nodes has no effect."""
     fast = dataclasses.replace(LINKS, node=Link(latency_s=0, bytes_per_s=1e12), rates=NOTHING)
     seconds = _seconds(schemes.AllReduce(), LAYOUTS["2x1"], fast)
@@ -131,7 +131,7 @@ def test_a_limit_per_connection_slows_the_ring_and_not_the_torus():
     assert seconds(torus, limited) == seconds(torus, free)
 
 
-def test_the_server_of_a_matrix_is_the_busiest():
+def test_the_server_of_a_matrix_is_the_busiest_node():
     """The server receives the factors of all other ranks."""
     topology = Topology.regular(0, 4, 1)
     push = {

@@ -252,7 +252,7 @@ def test_only_the_server_writes_files(wire):
 
 @rank_1_serves
 def test_a_resumed_run_starts_at_the_epoch_of_the_server(wire):
-    """A callback has changed the learning rate of the server, which is restored, too."""
+    """The learning rate that a callback has set on the server is restored, too."""
     folder, data = shared_folder(wire), models.mlp.data(48)
 
     def trained(*arguments, **options):
@@ -295,7 +295,7 @@ def test_non_finite_weights_do_not_reach_the_global_weights(wire):
             variable.assign([np.nan] * 4)
         _gradient_steps(optimizer, variable, 1)
         assert np.isfinite(variable.numpy()).all()
-        # Optimizer state and step count belong together, so the worker takes both from the server.
+        # Optimizer state and step count belong together, so the server sends both to the worker.
         assert (velocity.numpy() == 0.25).all() == _first_worker()
         assert int(optimizer.iterations) == (40 if _first_worker() else 44)
         assert float(optimizer.learning_rate) == np.float32(0.01)
@@ -399,7 +399,7 @@ class _UpdateSizes(keras.callbacks.Callback):
 
 
 def test_adam_resumes_with_its_state_and_step_count(wire):
-    """With a step count of 0 for its moments, the first update would be ten times as large."""
+    """If Adam's step count restarted at 0, the first update would be ten times as large."""
     folder, data = shared_folder(wire), models.mlp.data(96)
 
     def fitted(epochs, sizes):

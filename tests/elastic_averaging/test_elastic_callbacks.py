@@ -282,7 +282,7 @@ class _Normalized(Gan):
         )
 
 
-def test_a_custom_loop_trains_two_optimizers_and_statistics(wire):
+def test_a_custom_loop_trains_two_optimizers_and_exchanges_statistics(wire):
     gan, made = _Normalized(), [tp.ElasticAveraging(sgd(), sync_every=2) for _ in range(2)]
     gan.compile(*made)
     parts = gan.discriminator, gan.generator

@@ -136,7 +136,7 @@ def test_eager_steps_train_in_half_precision(wire):
         shutil.rmtree(folder)
 
 
-def test_epochs_of_different_and_unknown_length(wire):
+def test_epochs_may_have_different_and_unknown_lengths(wire):
     x, y = models.mlp.data(40)
     count = 8 * (1 + tp.rank())
     data = tf.data.Dataset.from_tensor_slices((x[:count], y[:count])).batch(4)
@@ -167,7 +167,7 @@ def test_workers_exchange_statistics_but_no_seeds_or_frozen_weights(wire):
     assert {v.path for v in exchanged} == {v.path for v in [*trained, *served]}
     if is_server():
         return
-    # Attach other statistics than those of the traced step.
+    # Simulate a step that was traced with fewer variables than the attached optimizer exchanges.
     model.optimizer.attach(types.SimpleNamespace(), 0)
     with Raises(RuntimeError, "compile them again"):
         model.optimizer._swap_values(tf.zeros([3]))

@@ -24,7 +24,7 @@ def accumulating():
     return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2)
 
 
-def test_hybcomm_trains_like_one_process_by_the_parameter_server(wire):
+def test_hybcomm_uses_the_parameter_server_and_trains_like_one_process(wire):
     start, data = large_table(), token_batches(STEPS * BATCH)
     reference = train_alone(models.copy(large_table, start), data, accumulating())
     optimizer = tp.DistributedOptimizer(accumulating(), scheme="hybcomm")

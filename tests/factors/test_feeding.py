@@ -1,4 +1,4 @@
-"""In the lab, HybComm chooses its scheme from the rows of each step, whatever feeds the model."""
+"""In the lab, HybComm chooses its scheme from the rows of each step, for any kind of input."""
 
 import keras
 import numpy as np
@@ -105,7 +105,7 @@ FEEDERS = {
     "PyDataset": (_by_fit(models.Batches), 300),
     "generator": (_by_generator, 300),
     "train_on_batch": (_by_train_on_batch, 4096),
-    "a loop by hand": (_HandWritten(), 4096),
+    "custom loop": (_HandWritten(), 4096),
 }
 """Function that makes a step with this kind of data, and the larger number of rows."""
 

@@ -61,7 +61,7 @@ MODELS = {
     ),
     "used twice": ((6,), _tied, [(6, 6)]),
     "dropout": ((6,), lambda x: L.Dense(5)(L.Dropout(0.5, seed=1)(x)), [(6, 5)]),
-    "normalised": ((6,), lambda x: L.BatchNormalization()(L.Dense(5)(x)), [(6, 5)]),
+    "normalized": ((6,), lambda x: L.BatchNormalization()(L.Dense(5)(x)), [(6, 5)]),
     "convolution": ((8, 8, 3), lambda x: L.Dense(5)(L.Flatten()(L.Conv2D(4, 3)(x))), [(144, 5)]),
     "lstm": ((7, 6), lambda x: L.Dense(5)(L.LSTM(4)(x)), [(4, 5)]),
     "embedding": (
@@ -92,7 +92,7 @@ def _under(policy):
 
 
 def _read_all(model, shape, whole, batch):
-    """Returns gradients with their products, the traced step, and why others lack factors."""
+    """Returns gradients with their products, the traced step, and reasons for missing factors."""
     variables = [v.value for v in model.trainable_variables]
     why = {}
 

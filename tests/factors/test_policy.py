@@ -60,7 +60,7 @@ def _hybcomm(m, n, rows, nodes, ranks_per_node=1):
 
 
 def test_hybcomm_chooses_as_in_the_paper():
-    """Table 1 and section 3.2: 3.7 M values by factors, 58.7 M by parameter server."""
+    """Table 1 and section 3.2 count 3.7 M values with factors, and 58.7 M with the server."""
     choice = _hybcomm(4096, 4096, 32, 8)
     assert choice.scheme.name == "factors"
     millions = {name: size / 4e6 for name, size in choice.candidates}

@@ -140,7 +140,7 @@ def test_factor_schemes_exchange_a_vector_as_one_row(scheme, layout):
         check_calls(cluster, rank, stages, "x")
 
 
-def test_rows_choose_the_scheme():
+def test_the_number_of_rows_determines_the_scheme():
     by_rows = schemes.ByRows(few=schemes.Factors(), many=schemes.AllReduce(), limit=3)
     assert (by_rows.for_rows(3), by_rows.for_rows(4)) == (by_rows.few, by_rows.many)
     plain = [make() for name, make in schemes.REGISTRY.items() if name != "factors"]

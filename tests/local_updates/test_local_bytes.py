@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks("2x2", lab="--inter 200mbit")
 
 EVERY, ROUNDS, BETWEEN, LATE = 8, 2, 3, 5
 WIDTH = 1400
-"""Side of the kernel, which has 8 MB; Horovod's own messages take 0.3 MB per second."""
+"""Side of the kernel, whose size is 8 MB. Horovod's control messages have 0.3 MB per second."""
 TALK = 200_000
 """Bytes of the messages by which ranks agree on collectives, within nodes in every step."""
 OPTIONS = {

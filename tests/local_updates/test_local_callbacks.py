@@ -288,7 +288,7 @@ def test_steps_between_two_fits_continue_from_local_weights(wire):
 
 
 def test_a_first_fit_after_a_loop_continues_from_local_weights(wire):
-    """The local weights of the ranks may differ."""
+    """The local weights of the ranks differ, and `fit` does not broadcast those of rank 0."""
     data, start = models.mlp.data(2 * EVERY * BATCH), models.mlp()
     local = BATCH // wire.topology.size
     x, y = models.share(data, BATCH, wire.topology)
@@ -403,7 +403,7 @@ def test_two_global_weights_of_one_variable_are_refused(wire):
     same_on_all_ranks(again.get_weights(), wire)
 
 
-def test_non_finite_statistics_are_replaced_by_the_global_ones(wire):
+def test_non_finite_statistics_are_replaced_by_global_statistics(wire):
     """The rank still contributes its weights, and retains its optimizer state."""
     data, start = models.mlp.data(7 * BATCH), batch_norm()
     for options in (
@@ -427,7 +427,7 @@ def test_non_finite_statistics_are_replaced_by_the_global_ones(wire):
 
 
 def test_global_statistics_are_initial_before_a_synchronization(wire):
-    """This holds after any number of steps."""
+    """Steps and ends of epochs do not change the global statistics."""
     data, start = models.mlp.data(5 * BATCH), batch_norm()
     for compile_options in ({"steps_per_execution": 2}, {"run_eagerly": True}):
         model = models.copy(batch_norm, start)

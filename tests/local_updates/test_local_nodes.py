@@ -89,7 +89,7 @@ DELAY = 2
 
 
 def test_buckets_of_an_overlapped_exchange_are_sent_in_order(wire):
-    """An exchange within the node waits for at most one bucket. The bits do not change."""
+    """The order does not change the bits: weights are the same with one bucket and with many."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     digests = []
     for bucket_bytes in (0, 1 << 20):

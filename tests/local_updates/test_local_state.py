@@ -24,12 +24,12 @@ pytestmark = pytest.mark.ranks("2", job="local")
 def test_inner_and_outer_momentum_within_few_steps_logs_a_warning(wire):
     plain, adam = keras.optimizers.SGD, keras.optimizers.Adam
     expected = {
-        "short": (lambda: tp.LocalUpdates(sgd(), 7, "outer"), True),
-        "Adam has it, too": (lambda: tp.LocalUpdates(adam(), 2, "slow_momentum"), True),
-        "long enough": (lambda: tp.LocalUpdates(sgd(), 8, "outer"), False),
-        "none inside": (lambda: tp.LocalUpdates(plain(0.1), 2, "outer"), False),
-        "none outside": (lambda: tp.LocalUpdates(sgd(), 2, "average"), False),
-        "none in the outer optimizer": (
+        "few steps": (lambda: tp.LocalUpdates(sgd(), 7, "outer"), True),
+        "momentum of Adam": (lambda: tp.LocalUpdates(adam(), 2, "slow_momentum"), True),
+        "enough steps": (lambda: tp.LocalUpdates(sgd(), 8, "outer"), False),
+        "no inner momentum": (lambda: tp.LocalUpdates(plain(0.1), 2, "outer"), False),
+        "no outer momentum": (lambda: tp.LocalUpdates(sgd(), 2, "average"), False),
+        "outer optimizer without momentum": (
             lambda: tp.LocalUpdates(sgd(), 2, tp.local.Outer(plain(0.7))),
             False,
         ),
@@ -156,7 +156,7 @@ def test_learning_rates_follow_callbacks(wire):
 
 
 def test_ranks_of_a_single_node_train_like_all_reduce(wire):
-    """Synchronizations do not change their weights."""
+    """Synchronizations do not change the weights of a single replica."""
     data, start = models.mlp.data(3 * EVERY * BATCH), models.mlp()
     together = fitted(models.mlp, start, data, wire, tp.DistributedOptimizer(sgd(), "allreduce"))
     optimizer = tp.LocalUpdates(sgd(), EVERY, tp.local.Elastic(1.0), hierarchical=True)

@@ -134,7 +134,7 @@ def test_samples_weight_unequal_ranks_and_no_step_is_lost(wire):
 
 
 def test_elastic_global_weights_ignore_a_rank_without_samples(wire):
-    """The other rank subtracts beta / ranks of its difference, and the global weights add it."""
+    """A share of beta / ranks of the other rank's difference moves to the global weights."""
     weight = keras.Variable([0.0, 0.0], name="weight")
     optimizer = tp.LocalUpdates(keras.optimizers.SGD(1.0), 1, tp.local.Elastic(0.8))
     is_empty = wire.topology.rank == 1

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks("2x1")
 
 STEPS = 3
 LEFT_OUT = {
-    "BatchNormalization": "each rank takes the statistics of its share",
+    "BatchNormalization": "each rank computes the statistics of its own samples",
     "GRUCell": "as in GRU",
     "LSTMCell": "as in LSTM",
     "SimpleRNNCell": "as in SimpleRNN",

@@ -1,4 +1,4 @@
-"""Each rank holds a P-th of the optimizer's state; the other behavior is unchanged."""
+"""Each of P ranks holds 1/P of the optimizer's state, and training equals that of one process."""
 
 import os
 import tempfile
@@ -32,7 +32,7 @@ SGD = keras.optimizers.SGD
 
 
 def _trained(wire, make_optimizer=sgd, build=models.mlp, batches=4):
-    """Trains some steps, compares them with one process; returns the model and both optimizers."""
+    """Compares a few steps with those of one process; returns the model and both optimizers."""
     keras.utils.clear_session(free_memory=False)
     data = build.data(batches * BATCH)
     start = build()
@@ -55,7 +55,7 @@ def _bytes(variables):
 
 
 @pytest.mark.ranks("2x2")
-def test_each_rank_holds_a_pth_of_the_state_and_may_save_all(wire):
+def test_each_rank_holds_an_equal_share_of_the_state_and_may_save_all(wire):
     model, optimizer, reference = _trained(wire, _adamw)
     inner = optimizer.inner_optimizer
     whole = _bytes(reference.variables) - _bytes(inner.variables[:2])
@@ -81,7 +81,7 @@ def test_each_rank_holds_a_pth_of_the_state_and_may_save_all(wire):
         everybody = exchange_objects(path, wire, "path")
         loaded = keras.saving.load_model(everybody[0])
         exchange_objects(None, wire, "loaded")
-    _check_goes_on_alike(model, loaded, wire)
+    _check_trains_equally(model, loaded, wire)
     if wire.topology.rank == 0:
         with Raises(RuntimeError, "saving at step 5, whose state was not gathered"):
             optimizer.inner_optimizer.save_own_variables({})
@@ -98,7 +98,7 @@ def _check_loads_whole(path, model, reference):
         np.testing.assert_allclose(got.numpy(), expected.numpy(), atol=1e-6)
 
 
-def _check_goes_on_alike(model, loaded, wire):
+def _check_trains_equally(model, loaded, wire):
     x, y = models.mlp.data(BATCH)
     for one in (model, loaded):
         one.fit(x, y, batch_size=BATCH, verbose=0)
@@ -190,7 +190,7 @@ def test_a_variable_without_gradients_on_any_rank_does_not_change(wire):
 
 
 def test_rules_may_shard_only_some_variables(wire):
-    """Owners update kernels, all ranks update other variables; clipping uses norms over both."""
+    """Owners update kernels, and all ranks update the other variables. Clipping includes both."""
     data = models.mlp.data(4 * BATCH)
     start = models.mlp()
     for clip in ({"global_clipnorm": 0.1}, {"clipnorm": 0.05}):
@@ -216,7 +216,7 @@ def test_clipping_under_a_loss_scale_equals_one_process(wire):
     check_equal(weights, reference)
 
 
-def test_clipping_with_most_elements_on_one_shard_owner(wire):
+def test_clipping_keeps_ranks_equal_if_one_rank_owns_most_elements(wire):
     """Each rank has only a part of the norm, and must not clip whole variables by it."""
     scheme = [("kernel", "ps"), (".*", "allreduce")]
     model = models.mlp()

@@ -102,8 +102,8 @@ def test_shard_owners_hold_equal_shares(layout):
     nodes = LAYOUTS[layout]
     positions = min(map(len, nodes))
     share = 2 * 40_100 / (len(nodes) * positions)
-    # Shares differ by at most a value per level, slot and bucket. Ranks without a counterpart on
-    # each node own no shard.
+    # Shares differ by at most one value per level, state variable and bucket. Ranks without a
+    # counterpart on each node own no shard.
     assert all(n == 0 or abs(n - share) <= 8 for n in held), held
     assert sum(n > 0 for n in held) == len(nodes) * positions
 

@@ -118,9 +118,9 @@ class ChoosePlan(keras.callbacks.Callback):
     """Chooses tunable plans once, from measured times of the forward and backward pass.
 
     All ranks choose after the same batch. Before a plan changes, one step sends the residuals. If
-    epochs may end early, plans change only between epochs, and the step that would end an epoch as
-    long as the previous one sends the residuals. On GPUs, ops are queued and cannot be
-    timed, so the first plan is retained.
+    epochs may end early, plans change only between epochs. The residuals are then sent in the step
+    that is the last one if the epoch has the length of the previous epoch. On GPUs, ops are queued
+    and cannot be timed, so the first plan is retained.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class ChoosePlan(keras.callbacks.Callback):
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if not self._steps:
-            # The first step traces. Exclude skipped batches and other callbacks from its time.
+            # Exclude skipped batches and callbacks from the time for tracing the first step.
             self._begin_s = time.perf_counter()
 
     @override
@@ -254,7 +254,7 @@ class ChoosePlan(keras.callbacks.Callback):
             # A rank has timed too few steps; the next epoch may have more.
             return
         saved_s, least_s, updates = 0.0, LEAST_GAIN * max(traces_s), min(lefts)
-        # Time close plans only if their difference may save more time than a trace takes.
+        # Time close plans only if their difference may save enough time to justify a change.
         shortest_s = least_s / CLOSE_WITHIN / max(1.0, updates)
         for plans, *found in zip(timed, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]

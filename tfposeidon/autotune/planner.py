@@ -267,8 +267,8 @@ class Auto(Tunable):
 
     `Auto` needs the network profile of the job, which is measured at the first step unless it is
     passed to `tfposeidon.init(network=...)`. On GPUs, the profile is measured only on request.
-    Without a profile, every variable uses all-reduce. By default, only schemes are considered whose
-    averaged gradients are exact up to rounding.
+    Without a profile, every variable uses all-reduce. By default, `Auto` considers only schemes
+    that average gradients exactly, up to rounding.
 
     Args:
       compression: Kinds of compression to consider: `"fp16"` for schemes that send 16 bits per

@@ -28,12 +28,12 @@ from tfposeidon.schemes.stages import Operation, Transfer, Work
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
 """Environment variable with the maximum bytes of Horovod's fused all-reduces, and its default."""
 EXPOSED = 0.24
-"""Share of the shorter of two overlapping times that adds to the longer: transfer of bytes, and CPU
-work on these bytes. Fitted, like `SUMS_PER_PAIR`, to 94 exchanges; `benchmarks.predict --constants`
-evaluates both constants."""
+"""Share of the shorter of two overlapping times, those of a transfer and of the CPU work on its
+bytes, that adds to the longer time. Fitted, like `SUMS_PER_PAIR`, to 94 exchanges.
+`benchmarks.predict --constants` evaluates both constants."""
 SUMS_PER_PAIR = 2.0
-"""Number of vector elements that a rank sums in the time for summing one pair of index and value,
-where pairs are sorted by index."""
+"""Number of vector elements that a rank sums in the time that it needs to sum one pair of index
+and value. Pairs are sorted by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class StageTime:
 
 
 class Load(NamedTuple):
-    """Maximum bytes in one direction: of a node, a connection across nodes, a rank in its node."""
+    """Maximum bytes in one direction of any node, connection across nodes, and rank in its node."""
 
     cross_bytes: float
     flow_bytes: float

@@ -189,7 +189,7 @@ class _Serving:
         # As in Keras, any `validation_freq` is valid without validation data.
         if self._arguments["validation_data"] is None:
             return False
-        # Validate in the first epoch, because `CSVLogger` takes its columns from these logs.
+        # Validate in the first epoch, because its logs determine the columns of `CSVLogger`.
         return is_first or any(
             (e + 1) % every == 0 if isinstance(every, int) else e + 1 in every for e in ended
         )

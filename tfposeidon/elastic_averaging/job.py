@@ -176,7 +176,7 @@ def serving(
 
 
 def end_worker(worker: Worker, optimizers: Sequence[Any]) -> None:
-    """Exchanges weights again, waits for other workers, and takes the final global weights."""
+    """Exchanges weights again, waits for other workers, and assigns the final global weights."""
     for optimizer in optimizers:
         optimizer.exchange_last()
     worker.wait_for_others()

@@ -130,7 +130,7 @@ class ElasticAveraging(CommunicatingOptimizer):
         if self.built or not variables:
             return
         build_inner(self.inner_optimizer, variables)
-        # Place the counter on the CPU, because branches and Python read it.
+        # Place the counter on the CPU, because Python code and conditions in graphs read it.
         with tf.init_scope(), tf.device("/CPU:0"):
             zero = tf.zeros([], tf.int64)
             self._since = tf.Variable(zero, trainable=False, name="steps_since_exchange")
@@ -270,9 +270,9 @@ class ElasticAveraging(CommunicatingOptimizer):
         if len(values) != self._length:
             raise RuntimeError(
                 "A step must exchange the variables that the job started with. Received: a step "
-                f"that was traced with {len(values)} values, in a job of {self._length}. Pass all "
-                "trained models to run, run(train, models=[...]), and compile them again after a "
-                "fit."
+                f"that was traced with {len(values)} values, in a job that exchanges "
+                f"{self._length}. Pass all trained models to run, run(train, models=[...]), and "
+                "compile them again after a fit."
             )
         begin_s = time.perf_counter()
         difference = link.swap(self._number, values)

@@ -210,7 +210,7 @@ class Server:
                 self._changed.notify_all()
 
     def _send_all(self, rank: int, served: Served) -> None:
-        # In training, only a worker with non-finite weights takes the global weights.
+        # In training, only a worker with non-finite weights requests the global weights.
         if not self.progress[rank].has_ended:
             log.warning(
                 "tfposeidon: worker %d has non-finite weights and continues from the global "

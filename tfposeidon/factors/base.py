@@ -1,7 +1,7 @@
 """Provides base classes of schemes that exchange sufficient factors.
 
-Ranks first sum their numbers of batch rows, because some schemes choose by this sum how to send the
-rows. Ranks then exchange the rows.
+Ranks first sum their numbers of batch rows, because this sum determines whether some schemes send
+factors or their products. Ranks then exchange the factors or products.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _is_uneven(topology: Topology) -> bool:
 class ByRows(SchemeOfFactors):
     """Uses one scheme up to a number of batch rows, and another above it.
 
-    The number of rows is only known when a step runs. It is summed over ranks, so that all ranks
+    The number of rows is known only when a step runs. It is summed over ranks, so that all ranks
     take the same branch. The plan shows the scheme that the last step used. Variables whose factors
     have the same shape may share a bucket.
 
@@ -205,10 +205,10 @@ class ByRows(SchemeOfFactors):
 
 @dataclass(frozen=True, kw_only=True)
 class HybComm(Policy):
-    """Sends sufficient factors if they have fewer bytes, and all else by `ParameterServer`.
+    """Sends sufficient factors if they have fewer bytes, and gradients by `ParameterServer` if not.
 
-    With P nodes, each a worker and a shard owner, and K batch rows per node for an M x N kernel, it
-    uses factors if 2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). In a job on
+    With P nodes, each a worker and a shard owner, and K batch rows per node, an M x N kernel uses
+    factors if 2 K (P - 1) (M + N) is at most 2 M N (P + P - 2) / P (BestScheme). In a job on
     one node, each rank counts as a node. Each step chooses by the batch rows of all ranks; the plan
     shows the choice of the last step.
 

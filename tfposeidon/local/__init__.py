@@ -1,4 +1,4 @@
-"""Combines weights that ranks have trained independently: the outer optimizers of `LocalUpdates`.
+"""Provides the outer optimizers of `LocalUpdates`, which combine the weights of all ranks.
 
 Each synchronization averages the pseudo-gradients of the ranks, which are the differences between
 local and global weights. An outer optimizer updates the global weights with the average, and

@@ -33,7 +33,7 @@ def of_differences(optimizer: Any) -> Step:
 def of_gradients_in_node(optimizer: Any) -> Step:
     """Returns the exchange of gradients among the ranks of a node."""
     differences = optimizer.exchange
-    # Do not number the prefix: ranks alone in their node draw no number, so numbers would differ.
+    # Do not number the prefix: a rank alone on its node requests none, so numbers would differ.
     node = _like(
         optimizer,
         optimizer,
@@ -69,7 +69,7 @@ def update_in_node(
 def check_policy(policy: policies.Policy) -> None:
     """Refuses schemes with requirements that pseudo-gradients do not meet."""
     reasons = {
-        "which is chosen by the times of steps that exchange gradients": not policy.is_fixed,
+        "which depends on the times of steps that exchange gradients": not policy.is_fixed,
         "which reads the graph of gradients": policy.reader is not None,
         "which corrects momentum, but pseudo-gradients have no velocity": policy.corrects_momentum,
     }

@@ -41,7 +41,7 @@ class GlobalWeights:
         self.trained = len(self.variables)
 
     def add(self, variables: Sequence[Any]) -> None:
-        """Adds variables, such as averaged state of layers, except for known variables."""
+        """Adds variables, such as averaged state of layers, unless they were added before."""
         known = {id(variable) for variable in self.variables}
         with tf.init_scope():
             for variable in (one for one in variables if id(one) not in known):
@@ -54,7 +54,7 @@ class GlobalWeights:
                 self.variables.append(variable)
                 self.copies.append(copy)
         if len(self.variables) > len(known):
-            # Use a partial: TensorFlow counts traces of a method over all objects, and would warn.
+            # Use a partial: TensorFlow warns of many traces of a method, counted over all objects.
             swap = functools.partial(self._swap_values)
             self._swap: Callable[[], None] = tf.function(swap, autograph=False)
 
@@ -102,7 +102,7 @@ class GlobalWeights:
     @property
     def is_shown(self) -> bool:
         """True while the variables hold the global weights, and the copies the local weights."""
-        # Check the Python flag first, because reading the variable in each step would take time.
+        # Check the Python flag first, because reading the variable would delay each step.
         return self._may_be_shown and bool(self._is_shown.numpy())
 
     @property
@@ -122,7 +122,7 @@ class GlobalWeights:
         return one != other
 
     def restart(self, has_begun: bool) -> None:
-        """Takes the variables' values as the global weights.
+        """Declares the variables' current values to be the global weights.
 
         With `has_begun`, the copies hold this rank's local weights. Otherwise, all ranks continue
         from the global weights.
@@ -191,5 +191,5 @@ def _share_memory(one: tf.Tensor, other: tf.Tensor) -> bool:
 
 
 def either(condition: tf.Tensor, yes: tf.Tensor, no: tf.Tensor) -> tf.Tensor:
-    """Returns `yes` or `no`, without the pass over memory that `tf.where` takes."""
+    """Returns `yes` or `no`, without the additional pass over memory of `tf.where`."""
     return tf.raw_ops.Select(condition=condition, x=yes, y=no)

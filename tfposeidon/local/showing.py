@@ -1,4 +1,4 @@
-"""Assigns the global weights of `LocalUpdates` for user code, and local weights for steps.
+"""Assigns global weights to the variables for user code, and local weights for steps.
 
 `fit` calls the hooks and callbacks of `Showing`. Weights that user code assigns before `fit` or
 between epochs become the new global weights.

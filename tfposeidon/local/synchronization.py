@@ -41,10 +41,10 @@ EXIT_PATIENCE_S = 3.0
 
 
 class Synchronization:
-    """Counts steps, and synchronizes after `sync_every` of them.
+    """Counts steps, and synchronizes the ranks every `sync_every` steps.
 
     A replica is a group of ranks with equal weights: one rank, or with `hierarchical` the ranks of
-    one node. `_share` is this rank's share in its replica.
+    one node. `_share` is 1 divided by the number of ranks in this rank's replica.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Synchronization:
         self.weights.begin()
 
     def end_step(self, steps: int = 1) -> None:
-        # Ranks agree on the exchange in the optimizer's first step.
+        # No exchange exists before the optimizer's first step, in which ranks agree on it.
         if not self._exchange.exchangers:
             if self._samples.numpy() > 0.0:
                 raise RuntimeError(
                     "A step must be traced again after change_scheme(). Received: a step that was "
-                    "traced before. Create the tf.function of the step again."
+                    "traced before the change. Create the tf.function of the step again."
                 )
             return
         self._steps += steps
@@ -229,7 +229,7 @@ class Synchronization:
         """Returns a graph by name; a change of scheme or statistics causes new traces."""
         now = self.exchanger, len(self.weights.variables)
         if self._traced_for != now:
-            # Use partials: TensorFlow counts traces of a method over all objects, and would warn.
+            # Use partials: TensorFlow warns of many traces of a method, counted over all objects.
             functions = {
                 "synchronize": functools.partial(self._synchronized, has_data=True),
                 "join": functools.partial(self._synchronized, has_data=False),
@@ -312,7 +312,7 @@ class Synchronization:
             return []
         wire = exchanger.wire
         flat = pack(statistics, summed_dtype(statistics))
-        # Ignore the statistics of a rank with zero weight, which may be NaN or infinite.
+        # A rank with zero weight may have NaN or infinite statistics, which the sum must ignore.
         own = tf.math.multiply_no_nan(flat, tf.cast(weight, flat.dtype))
         name, size = f"{exchanger.prefix}.statistics", wire.topology.size
         return unpack(wire.all_reduce(own, wire.topology.world, name, 1.0 / size), statistics)
@@ -352,7 +352,7 @@ class Synchronization:
             if is_trained and pull < 1.0:
                 moved = own - tf.cast(share, own.dtype) * sent.values[index]
             elif is_trained and before:
-                # Preserve the training of this rank during the exchange.
+                # Preserve the updates that this rank has made during the exchange.
                 moved = either(counts, own + (now - before[index]) - sent.values[index], own)
             elif pull < 1.0 or before:
                 # Ranks with different weights keep separate statistics.

@@ -1,4 +1,4 @@
-"""Policies choose a scheme for each variable, and give the reason."""
+"""Policies choose a scheme for each variable, and state the reason."""
 
 from __future__ import annotations
 
@@ -265,8 +265,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def parse(scheme: Any) -> Policy:
     """Returns the policy that the argument `scheme` specifies.
 
-    A policy, or the name of one, gives that policy. A scheme, or the name of one, gives `Uniform`
-    of that scheme. A list or dict of rules gives `Rules`.
+    Returns a policy unchanged, and creates the policy of a given name with default options.
+    Converts a scheme, or its name, to `Uniform`, and a list or dict of rules to `Rules`.
 
     Args:
       scheme: A policy, a scheme, the name of either, or rules as a list of pairs or a dict.

@@ -27,7 +27,7 @@ from tfposeidon.schemes.base import State
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParts(ParameterServer):
-    """Parameter server that leaves averaged gradients with their shard owners."""
+    """Parameter server whose shard owners do not send their averaged gradients to other ranks."""
 
     name: ClassVar[str] = "ps"
 

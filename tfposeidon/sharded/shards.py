@@ -156,9 +156,9 @@ class Shards:
     def received(self, means: Sequence[Any]) -> list[Any]:
         """Converts averaged gradients to dense gradients for the inner optimizer.
 
-        A result is a vector for a shard, a `[1]` zero without a part, and `None` without a
-        gradient. Results are clipped by norms of whole gradients, and are NaN if any rank has
-        non-finite values.
+        Each result is a vector for a shard, a `[1]` zero if the rank owns no part, or `None` if
+        there is no gradient. Results are clipped by norms of whole gradients, and are NaN if any
+        rank has non-finite values.
         """
         found: list[Any] = [None if mean is None else tf.convert_to_tensor(mean) for mean in means]
         sharded = [member for member in self.parts if found[member] is not None]
@@ -247,7 +247,7 @@ class Shards:
         return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
-        """Joins the other ranks' collectives after the exchange, and leaves values unchanged."""
+        """Joins the other ranks' collectives after the exchange, without changing any values."""
         means = self.received(means)
         self.refresh()
         self._gather_variables(constrained=set())
