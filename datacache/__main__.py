@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _ls(folders: list[Path]) -> int:
     rows: list[tuple[str, ...]] = []
-    reasons: list[str] = []
-    roots = folders or [Path(default_memory())]
+    reasons = [f"{root} does not exist." for root in folders if not root.exists()]
+    status, roots = FAILED if reasons else DONE, folders or [Path(default_memory())]
     for folder in itertools.chain.from_iterable(map(_stores, roots)):
         try:
             rows.append(_row(folder))
@@ -86,7 +86,7 @@ def _ls(folders: list[Path]) -> int:
     if not rows and not reasons:
         reasons = [f"No stores in {', '.join(map(str, roots))}."]
     print("\n".join([*(table([HEADINGS, *rows]) if rows else []), *reasons]))
-    return DONE
+    return status
 
 
 def _row(folder: Path) -> tuple[str, ...]:

@@ -97,6 +97,13 @@ def test_ls_shows_when_a_store_was_opened(pools, capsys):
     assert _listed(capsys, pools)[0]["a"][6].startswith(time.strftime("%Y"))
 
 
+def test_ls_fails_for_folders_that_do_not_exist(pools, capsys):
+    assert main(["ls", str(pools), str(pools / "nowhere")]) == 2
+    printed = capsys.readouterr().out
+    assert f"{pools / 'nowhere'} does not exist." in printed
+    assert printed.count("idle") == 3
+
+
 def test_ls_lists_the_stores_of_this_user_by_default(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("datacache.__main__.default_memory", lambda: str(tmp_path / "shm"))
     assert main(["ls"]) == 0
