@@ -116,7 +116,7 @@ class ParallelLoader:
         Args:
           mode: First argument of `load`, such as "train" or "validate".
           items: Second arguments of `load`, one for each batch, of any picklable type. At most
-            `buffers` of them are taken ahead, so `items` may be infinite.
+            `buffers` of them are consumed ahead, so `items` may be infinite.
 
         Yields:
           Batches that `load(mode, item)` returns, which may be retained. With `views`, they are
@@ -185,14 +185,14 @@ class ParallelLoader:
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Subtracts the mean from images, crops and mirrors them.
+    """Subtracts the mean from images, and crops and mirrors the images.
 
     Crops and mirroring are random in training; otherwise the crop is centered.
 
     Args:
       mean: Mean of the images, `[h, w, c]`, or of their channels, `[c]`.
       size: Height and width of the result in pixels.
-      seed: Seed of the random crops, not negative.
+      seed: Seed of the random crops and mirroring, not negative.
 
     Raises:
       ValueError: If the rank of `mean` is neither 3 nor 1, or `size` or `seed` is out of range.
@@ -229,8 +229,8 @@ class CropAndMirror:
         Args:
           images: Images, `[n, h, w, c]` of any real dtype.
           mode: "train" for random crops and mirroring; any other value for centered crops.
-          number: Index of the batch, not negative, which seeds its draw. Use a different index for
-            each batch and epoch.
+          number: Index of the batch, not negative; part of the seed. Use a different index for each
+            batch and epoch.
 
         Returns:
           The prepared images, `[n, size, size, c]` float32.
