@@ -244,7 +244,7 @@ class Positions:
         """Returns the epoch iterator of a dataset; `None` selects the only iterator."""
         if not self._made:
             raise RuntimeError(
-                "A position belongs to a dataset of the cache. Received: a cache with 0 datasets. "
+                "A position requires a dataset of the cache. Received: a cache with 0 datasets. "
                 "Call cache.dataset() or cache.pydataset() first."
             )
         made_of = [data] if isinstance(data, keras.utils.PyDataset) else pipelines.datasets(data)

@@ -84,8 +84,8 @@ class DatasetSource(StreamSource):
             if looked_at and _digests(components) != self._digests[count]:
                 raise SourceError(
                     "A dataset must have the same elements in the same order each time. Received: "
-                    f"a different element {count} than in the first reading. Shuffle and use "
-                    "random ops only after the cache."
+                    f"element {count}, which differs from the first read. Shuffle and use random "
+                    "ops only after the cache."
                 )
             if count or self._first is None:
                 yield components

@@ -43,7 +43,7 @@ def test_iteration_resumes_at_the_position_of_training(images, opened):
 
 def test_a_position_requires_counted_batches(images, opened):
     cache = opened(images)
-    with pytest.raises(RuntimeError, match="A position belongs to a dataset"):
+    with pytest.raises(RuntimeError, match="A position requires a dataset"):
         cache.state_dict()
     data = cache.dataset(BATCH)
     assert cache.state_dict()["samples"] == 0
@@ -56,7 +56,7 @@ def test_positions_follow_derived_datasets(images, opened):
     cache = opened(images)
     with pytest.raises(
         RuntimeError,
-        match=r"A position belongs to a dataset .* Received: a cache with 0 datasets",
+        match=r"A position requires a dataset .* Received: a cache with 0 datasets",
     ):
         cache.begin_epoch(1)
     one = cache.dataset(8, seed=1)

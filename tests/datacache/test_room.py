@@ -161,7 +161,7 @@ def test_a_rebuilt_store_reuses_the_space_of_the_old_one(tmp_path, damage):
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])
 def test_an_interrupted_creation_leaves_no_files(tmp_path, monkeypatch, step):
-    """The interruption comes while the store is planned, or while its file is reserved."""
+    """The interruption occurs while the store is planned, or while its file is reserved."""
 
     def interrupted(*_):
         raise KeyboardInterrupt
