@@ -1,4 +1,4 @@
-"""Prints what BestScheme (Poseidon, Algorithm 1) chooses for the papers' models.
+"""Prints the choices of BestScheme (Poseidon, Algorithm 1) for the papers' models.
 
     python -m benchmarks.best_scheme
     python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
