@@ -53,7 +53,7 @@ def rows_of(model, batch, workers):
 
 
 def cell(choice):
-    """Returns the chosen scheme, and bytes by parameter server / bytes by factors."""
+    """Returns the chosen scheme, and the ratio of bytes by parameter server to bytes by factors."""
     sizes = dict(choice.candidates)
     return f"{choice.scheme.name} ({sizes['ps'] / sizes['factors']:.2g})"
 

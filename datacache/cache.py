@@ -248,7 +248,7 @@ class Cache:
         epochs.leave()
 
     def count(self, steps: int, data: Any = None) -> None:
-        """Counts further steps as trained.
+        """Advances the position of training by a number of steps.
 
         Args:
           steps: Number of steps.

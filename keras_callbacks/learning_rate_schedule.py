@@ -179,7 +179,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if list(map(id, variables)) != list(map(id, self._scaled)):
             self._scaled = variables
 
-            # Use a graph, because eager execution would take two ops per variable and batch.
+            # Use a graph, because eager execution would run two ops per variable and batch.
             @tf.function(autograph=False)
             def scale(factor: tf.Tensor) -> None:
                 for variable in variables:

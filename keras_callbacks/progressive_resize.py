@@ -30,7 +30,7 @@ _RETAINED = ("scheme", "momentum", "weight_decay")
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Epochs at one image resolution.
+    """Consecutive epochs at one image resolution, and their settings.
 
     Attributes:
       epochs: Number of epochs, at least 1.
@@ -79,7 +79,7 @@ class Phase:
 
 
 class ProgressiveResize(LearningRateSchedule):
-    """Trains in phases at increasing resolutions, with the scheme, rates and batch size of each.
+    """Trains in phases at increasing resolutions, with separate schemes, rates and batch sizes.
 
     Small images make the first epochs fast, and large images make the last epochs accurate. Each
     phase is a separate `fit` on separate data, because the number of steps per epoch depends on the

@@ -30,7 +30,7 @@ from datacache.system.descriptors import Descriptor
 GRACE_S = 1.0
 """Seconds that a loader has to finish its item after a request to stop."""
 END_S = 60.0
-"""Seconds that a loader has to exit after an error; TensorFlow may take long to shut down."""
+"""Seconds that a loader has to exit after an error; TensorFlow may shut down slowly."""
 FAILED = -1
 """Value of `turn` in the reply of a loader that cannot start."""
 WATCH_S = 1.0

@@ -32,8 +32,8 @@ class ParallelLoader:
 
     The process calls `load` for the items of a pass in order, and writes each batch to one of a few
     buffers of shared memory. The training process copies the batch from there. With `views`,
-    batches are not copied: a request for the next batch releases the previous one, and the loader
-    reuses its buffer. The process is spawned and imports `load`, so a training script must start
+    batches are not copied: a request for the next batch releases the buffer of the previous batch
+    for the loader. The process is spawned and imports `load`, so a training script must start
     its work under `if __name__ == "__main__":`. The process ends with the training process, even if
     the training process is killed, and its memory leaves no files in `/dev/shm`.
 
@@ -124,7 +124,7 @@ class ParallelLoader:
 
         Raises:
           LoaderError: If `load` raised an error or cannot be imported, or the process ended. The
-            pass has then ended; another one can start, with this process or a new one.
+            pass has then ended; another pass can start, in this process or a new process.
           RuntimeError: If another pass has started, or `stop` was called, since the last batch.
           TypeError: If an item cannot be pickled.
         """

@@ -25,8 +25,8 @@ READY = 1 << 32
 """Bit that is set once a sample is complete; the bits below contain the CRC-32 of its bytes."""
 CHECKSUM = READY - 1
 STEP_BYTES = 2**24
-"""Number of bytes whose page tables are created at a time. A step takes some milliseconds, in which
-no other thread can map or unmap memory."""
+"""Number of bytes whose page tables are created at a time. A step takes a few milliseconds, during
+which no other thread can map or unmap memory."""
 
 
 class Pool(Owner):

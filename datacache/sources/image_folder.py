@@ -120,8 +120,8 @@ def from_folder(
     Raises:
       SourceError: If the folder does not exist or has no matching file. With labels, also if a file
         is outside the folders of classes, or its folder is not in `class_names`.
-      ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` has
-        duplicates or is given without labels.
+      ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` is
+        empty, has duplicates or is passed without labels.
 
     Example:
       >>> import tempfile

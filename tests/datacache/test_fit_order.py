@@ -229,7 +229,7 @@ def test_a_second_iteration_over_repeated_data_is_refused(numbers):
         _trained(cache, data, [peek], epochs=20, steps_per_epoch=STEPS)
 
 
-def test_a_custom_pydataset_may_wrap_that_of_the_cache(numbers):
+def test_a_custom_pydataset_may_wrap_a_pydataset_of_the_cache(numbers):
     """If `fit` shuffles the batches, each epoch still has exactly the batches of one epoch."""
 
     class Augmented(keras.utils.PyDataset):

@@ -1,4 +1,4 @@
-"""A dataset that is a source must yield the same samples in each pass; others are refused."""
+"""A dataset as a source must yield the same samples in each pass, and is otherwise refused."""
 
 import logging
 import os
