@@ -46,7 +46,7 @@ class Source(Protocol):
         """Returns the name of a sample for messages, such as the path of its file."""
 
     def decode(self, *stored: Any) -> Any:
-        """Computes the input of `preprocess` from stored components, by TensorFlow ops only."""
+        """Returns the input of `preprocess`, computed from components by TensorFlow ops only."""
 
 
 @runtime_checkable
