@@ -44,7 +44,7 @@ SMALLEST = {"systems": ["allreduce", "hitopk:0.1"], "seeds": [0], "layout": "2x1
 RATE = "100mbit"
 TARGET, EPOCHS = 0.98, 30
 COMMON = {"layout": "2x2", "epochs": EPOCHS}
-# One rank per node, since ranks of a node would sum their gradients before they send bits.
+# Use one rank per node, because ranks of a node would sum their gradients before they send bits.
 ONE_BIT |= {"layout": "4x1"}
 
 

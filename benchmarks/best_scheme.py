@@ -1,4 +1,4 @@
-"""Prints what BestScheme (Poseidon, Algorithm 1) chooses for the papers' models.
+"""Prints the choices of BestScheme (Poseidon, Algorithm 1) for the papers' models.
 
     python -m benchmarks.best_scheme
     python -m benchmarks.best_scheme --models vgg19 --workers 8 --batch 32 64 128
@@ -53,7 +53,7 @@ def rows_of(model, batch, workers):
 
 
 def cell(choice):
-    """Returns the chosen scheme, and bytes by parameter server / bytes by factors."""
+    """Returns the chosen scheme, and the ratio of bytes by parameter server to bytes by factors."""
     sizes = dict(choice.candidates)
     return f"{choice.scheme.name} ({sizes['ps'] / sizes['factors']:.2g})"
 

@@ -28,7 +28,7 @@ COMMON = {"dilation": None, "steps": 5, "cells": CELLS, "starts": 10}
 SHORT, FULL = COMMON | {"loads": [False]}, COMMON | {"loads": [False, True]}
 SMALLEST = FULL | scaling.SMALLEST | {"starts": 1, "cells": [("alexnet", "2x1", 10.0, None)]}
 NEAR, BEST = 0.02, 0.05
-"""Relative excess up to which a step counts as near the usual choice's, and the best scheme's."""
+"""Relative excess up to which a step time is near that of the usual choice, or the best scheme."""
 
 
 def parse_arguments():

@@ -6,9 +6,9 @@
 Step rate: eight workers, of which one takes four times as long for a step, exchange a million
 values with a server; each worker's rate is compared with its rate without exchanges. The eight
 workers also train synchronously. Accuracy, after Theano-MPI's comparison: four workers train an MLP
-on scikit-learn's digits, synchronously (BSP) and by elastic averaging, over alpha and the steps
-between exchanges. Accuracies depend on the order of the workers' exchanges, so runs differ. An
-interrupted run resumes.
+on scikit-learn's digits, synchronously (BSP) and by elastic averaging, with several values of alpha
+and several numbers of steps between exchanges. Accuracies depend on the order of the workers'
+exchanges, so runs differ. An interrupted run resumes.
 """
 
 import statistics

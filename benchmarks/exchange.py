@@ -105,7 +105,7 @@ SMALLEST = {
 FULL = {"layouts": ["2x1", "4x1", "2x2", "8x1", "4x2", "16x1", "4x4"], "rates": RATES}
 # If the shaper's burst exceeds this share of an exchange's bytes, the limit is meaningless.
 LARGEST_BURST = 0.01
-# With longer vectors sixteen ranks do not fit into memory.
+# Longer vectors of sixteen ranks do not fit in memory.
 LONGEST_ABOVE_8_RANKS = 2**24
 # The bytes are those of all ranks; a gather of 2^24 values from each of 16 ranks would not fit.
 MOST_GATHERED_BYTES = 4 * 2**30
@@ -233,8 +233,8 @@ def grid(rate):
 
 
 def is_within_limits(cell, layout, rate):
-    """Returns whether an exchange fits into memory, and is short enough to be measured."""
-    # Imported here, since only the grid needs TensorFlow.
+    """Returns whether an exchange fits in memory, and is short enough to be measured."""
+    # Import here, because only the grid needs TensorFlow.
     from benchmarks.exchanges import busiest_node_bytes, stages_named
     from tfposeidon.communication.topology import Topology
     from tfposeidon.schemes.stages import Transfer, Work

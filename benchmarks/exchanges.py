@@ -1,4 +1,4 @@
-"""Exchanges by name, and the bytes that they should send."""
+"""Creates exchanges by name, and computes the bytes that they send."""
 
 import dataclasses
 import re

@@ -241,7 +241,7 @@ def save(path, panels, draw, columns=2, height_in=3.0):
     except ImportError:
         print("Plots were skipped: Matplotlib is missing. Run: pip install matplotlib")
         return
-    # Only files are written, since there may be no display.
+    # Use the backend that only writes files, because there may be no display.
     mpl.use("Agg")
     from matplotlib import pyplot
 

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu           # short: 25.6 M elements
     python -m benchmarks.gpu --full    # 256 K to 128 M elements; two minutes
 
-It requires a GPU and nvcc, but not TensorFlow; PyTorch is measured if it is installed. Each time is
-compared with its minimum: the bytes that must be read and written, at the bandwidth of a copy of
-the same vector in the same run. An interrupted run resumes.
+The benchmark requires a GPU and nvcc, but not TensorFlow; it also measures PyTorch, if installed.
+Each time is compared with its minimum: the bytes that must be read and written, at the bandwidth of
+a copy of the same vector in the same run. An interrupted run resumes.
 """
 
 import itertools

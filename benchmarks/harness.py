@@ -1,4 +1,4 @@
-"""Code that all benchmarks share: options, jobs in the lab, stored results and tables."""
+"""Provides the shared code of the benchmarks: options, jobs in the lab, stored results, tables."""
 
 import argparse
 import functools
@@ -35,7 +35,7 @@ NVCC = ("nvcc", "-std=c++17", "-O3", "--fmad=false", "-arch=native", "-I.")
 TIME_LIMIT_S = 3600
 # Name of another framework up to the first dash -> its worker.
 PEER_WORKERS = {"ddp": "ddp", "mirrored": "mirrored", "jax": "jax_fit"}
-# JAX has a separate environment, since it needs another backend of Keras and another NumPy.
+# JAX has a separate environment, because it needs another backend of Keras and another NumPy.
 JAX = ROOT / "build" / "jax" / "bin" / "python"
 JAX_REMEDY = (
     "python -m venv build/jax && build/jax/bin/pip install keras==3.15.1 jax==0.10.2 "
@@ -97,7 +97,7 @@ class Results:
 
 
 def argument_parser(name, description):
-    """Returns a parser with the options that every benchmark takes.
+    """Returns a parser with the options that every benchmark accepts.
 
     Args:
       name: Name of the benchmark's module, and of its file of results.
@@ -168,7 +168,7 @@ def parse(parser, short, full, smallest, others=None):
         options.results = (
             SMALLEST_RESULTS if options.smallest else RESULTS
         ) / f"{options.benchmark}.json"
-    # The smallest version is last, since it applies together with any other.
+    # Apply the smallest version last, because it overrides the values of every other version.
     found = {"full": full} | (others or {}) | {"smallest": smallest}
     versions = [values for flag, values in found.items() if getattr(options, flag)]
     for name, values in (versions[-1] if versions else short).items():

@@ -4,8 +4,8 @@
     python -m benchmarks.large_batch --full   # three seeds; 4 minutes
 
 One process trains a CNN for the same number of epochs with a batch size of 16, and of 256 by
-several rules: SGD at 2, 4, 8 and 16 times the learning rate of the small batch, LARS and LAMB. 16
-ranks with a batch size of 16 give the same result, up to rounding
+several optimizers: SGD at 2, 4, 8 and 16 times the learning rate of the small batch, LARS and LAMB.
+16 ranks with a batch size of 16 produce the same result, up to rounding
 (tests/optimizers/test_layer_rates.py). An interrupted run resumes.
 """
 

@@ -98,7 +98,7 @@ def predicted(system, size, topology, links, burst_s=0.0):
 
 
 def alone_in_the_lab(time, ranks):
-    """Returns the time of a stage in which one rank works and can use the cores of all.
+    """Returns the time of a stage in which one rank works and can use the cores of all ranks.
 
     Speeds are measured while all ranks work, because each rank of a real cluster has its own cores.
 

@@ -1,4 +1,4 @@
-"""Predicted steps of emulated models, for `benchmarks.predict --steps`."""
+"""Predicts steps of emulated models, for `benchmarks.predict --steps`."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def descriptions_of(model):
 def timeline_of(model, dilation, links):
     """Returns when each gradient of an emulated model is ready, and when the computation ends.
 
-    The accelerator is emulated, but the CPU really computes the products of dense layers.
+    The accelerator is emulated, but the CPU computes the real products of dense layers.
     """
     times = model.times()
     now_s = dilation * sum(forward_s for forward_s, _ in times)

@@ -262,7 +262,7 @@ def show_jobs(cells):
 
 
 def ratio(cell, one, other, what):
-    """Returns the median of ratios within a round, since the machine's speed changes over time."""
+    """Returns the median of ratios within a round, as the machine's speed changes over time."""
     values = [cell["systems"][name][what] for name in (one, other)]
     return statistics.median(a / b for a, b in zip(*values, strict=True))
 

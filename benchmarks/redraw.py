@@ -1,6 +1,6 @@
 """Redraws the plots of docs/results from the JSON files in that folder; nothing is measured.
 
-    python -m benchmarks.redraw                    # all plots, some seconds
+    python -m benchmarks.redraw                    # all plots, a few seconds
     python -m benchmarks.redraw scaling exchange   # some of them
 
 Each benchmark also draws its plot when it ends. Plots require Matplotlib: `pip install -e

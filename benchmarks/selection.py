@@ -106,9 +106,8 @@ def in_tensorflow(distribution, elements, density):
         0,
     )
     sent = tf.ones([ranks * k])
-    level = tf.Variable(
-        0.0
-    )  # A variable, since TensorFlow would fill a constant once, while tracing.
+    # Use a variable, because TensorFlow would fill a constant vector only once, while it traces.
+    level = tf.Variable(0.0)
     calls = {
         "read": lambda: tf.reduce_max(x),
         "exact": lambda: ops.top_k(x, k, "exact"),
@@ -127,7 +126,7 @@ def in_tensorflow(distribution, elements, density):
     # The first two turns trace and warm up.
     for turn in range(ROUNDS + 2):
         for name, call in compiled.items():
-            # Fewer repetitions for TensorFlow's ops, which take much longer.
+            # Use fewer repetitions for TensorFlow's ops, which take much longer.
             if name.startswith("tensorflow") and turn > 5:
                 continue
             begin = time.perf_counter()

@@ -138,7 +138,7 @@ class Iterations:
         """Returns the indices of the samples of a step."""
         with self._lock:
             if number not in self._latest:
-                # Three or more iterators are open on one dataset.
+                # The iteration was dropped, because three or more iterators are open.
                 self._latest[number] = self._epochs.shares(self._begun[number]), lambda _: None
             shares, look_ahead = self._latest[number]
         look_ahead(step)
@@ -199,10 +199,10 @@ class CachePyDataset(keras.utils.PyDataset):
 
 
 class RandomAccess:
-    """Samples of a cache by index, as nested NumPy arrays; see `Cache.random_access`.
+    """Sequence of a cache's samples, as nested NumPy arrays; see `Cache.random_access`.
 
     Args:
-      cache: Cache of the samples.
+      cache: Cache that the samples are read from.
 
     Example:
       >>> import datacache, tempfile

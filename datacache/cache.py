@@ -38,32 +38,32 @@ log = logging.getLogger("datacache")
 class Cache:
     """Reads and preprocesses samples once per node; every epoch contains each sample exactly once.
 
-    The first epoch reads the source. Later epochs read memory that all ranks of a node, and other
-    jobs on it, share. Samples that do not fit in memory are read from slower tiers. The cache never
+    The first epoch reads the source. Later epochs read memory that all ranks and jobs on a node
+    share. Samples that do not fit in memory are read from slower tiers. The cache never
     serves outdated samples: a different source, `preprocess` or `version` uses a different folder.
 
     Args:
       source: Result of `from_folder`, `from_tfds`, `from_tfrecords` or `from_dataset`, or an object
         with the methods of `datacache.sources.source.Source` and `read` or `stream`.
-      preprocess: Function that computes the cached sample from a stored one with TensorFlow ops,
-        such as decoding and resizing. Keep the decoder's dtype (uint8), because normalized float32
-        samples take four times the space, and augment after the cache. `None` caches the decoded
-        samples of the source.
-      memory: Folder of the store in memory; "auto" is `default_memory()`. `None` disables it.
-      disk: Folder on a local disk for copies of the stored samples. Other runs read them there,
-        also with another resolution or `preprocess`. `None` disables it.
+      preprocess: Function that computes the cached sample from a stored sample with TensorFlow ops,
+        such as decoding and resizing. Retain the decoder's dtype (uint8), because normalized
+        float32 samples need four times the space. Augment after the cache. `None` caches the
+        decoded samples of the source.
+      memory: Folder of the store in memory; "auto" selects `default_memory()`. `None` disables it.
+      disk: Folder on a local disk for copies of the stored samples, which other runs also read if
+        their resolution or `preprocess` differs. `None` disables it.
       decoded: Folder on a local disk for preprocessed samples, so that no sample is decoded again
         after a restart of the machine. `None` disables it.
       budget: Size of the store in memory on each node: a number of bytes, a size such as "20GB", or
         a share of the free memory of the machine and its container, such as "80%".
       partition: "replicate" stores all samples on each node. "split" stores a part on each node,
         and nodes send samples to each other. "auto" replicates if all samples fit in the budget of
-        every node. Ranks must open the same caches in the same order.
+        every node, and otherwise splits. Ranks must open the same caches in the same order.
       verify: Policy for checksums: "first" verifies samples of other processes before their first
         use in this process; "always" verifies before each use; "never" disables verification.
-      version: Version of the samples, any value for JSON; each version has its own cache. Change it
+      version: Version of the samples, JSON-serializable; each version has its own cache. Change it
         when the samples change in a way that the graph of `preprocess` does not show.
-      variable_shapes: True if dimensions that the graph does not know may differ between samples.
+      variable_shapes: True if samples may differ in the dimensions that are unknown in the graph.
         Batches of such samples are padded at the end. Lengths of texts may always differ.
 
     Attributes:
@@ -167,9 +167,9 @@ class Cache:
         Args:
           global_batch: Number of samples of one step over all ranks.
           seed: Seed of the permutations.
-          shuffle: True to permute; otherwise samples are in the order of the source.
+          shuffle: True to permute the samples in each epoch; False to retain the source's order.
           state: State to resume from, as returned by `state_dict`. The first iteration is the rest
-            of its epoch. `None` starts at epoch 0.
+            of the saved epoch. `None` starts at epoch 0.
 
         Returns:
           A dataset whose elements have the structure of a sample, with a leading batch dimension.
@@ -190,9 +190,9 @@ class Cache:
         state: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> keras.utils.PyDataset:
-        """Returns the same batches as a Keras `PyDataset` of NumPy arrays.
+        """Returns the batches of `dataset` as a Keras `PyDataset` of NumPy arrays.
 
-        `fit` trains on them in order, regardless of its `shuffle`.
+        `fit` trains on these batches in order, regardless of its argument `shuffle`.
 
         Args:
           global_batch: Number of samples of one step over all ranks; see `dataset`.
@@ -248,7 +248,7 @@ class Cache:
         epochs.leave()
 
     def count(self, steps: int, data: Any = None) -> None:
-        """Counts further steps as trained.
+        """Advances the position of training by a number of steps.
 
         Args:
           steps: Number of steps.
@@ -354,7 +354,7 @@ class Cache:
           data: Dataset in training; see `count`.
 
         Returns:
-          The state, with values for JSON.
+          The state, as JSON-serializable values.
 
         Raises:
           RuntimeError: If the steps of training were not counted.

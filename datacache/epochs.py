@@ -54,16 +54,16 @@ class EpochIterator:
         self._next = Position() if state is None else order.load_state_dict(state)
         self._first = self._next
         self.all_whole = not self._first.samples
-        # Compute the number here, so that an invalid batch size is an error before the first batch.
+        # Compute the number now, so that an invalid batch size is reported before the first batch.
         self.epoch_steps = order.steps(Position(), ranks)
         # `_length` is the number of steps of the iteration: infinity for data that repeat, `None`
-        # outside of training. `_next` advances when the last batch is read, before it is trained.
+        # outside of training. `_next` advances when the last batch is read, before its step ends.
         self._begin, self._trained = self._next, 0
         self._ahead: float = MOST_AHEAD
         self._length: float | None = None
         self._reported = self._handed_out = False
         # `_passes` counts the iterations that started since `_begin`. `_chained` is the start of
-        # the last one if its end advances `_next`.
+        # the last iteration if the end of that iteration advances `_next`.
         self._passes = 0
         self._chained: Position | None = None
 
@@ -83,7 +83,7 @@ class EpochIterator:
         self._refuse_others()
         self._passes += 1
         begin = self.start
-        # The first epoch is equal on all ranks, even if some have read a batch to build a model.
+        # All ranks are in the first epoch, even if some ranks have read a batch to build a model.
         ambiguous = begin.samples > 0 or (self._ranks > 1 and begin.epoch > self._first.epoch)
         if ambiguous and self.order.shuffle and not self._reported:
             raise RuntimeError(
@@ -171,7 +171,7 @@ class EpochIterator:
         self._begin_at(position, max(self._checked(length), self._steps(position)))
 
     def leave(self) -> None:
-        """Ends training; later iterations continue from its position without a callback."""
+        """Ends training; later iterations continue from its last position without a callback."""
         self._length, self._next = None, self._position()
 
     def count(self, steps: int) -> None:
@@ -187,7 +187,7 @@ class EpochIterator:
         return self.order.state_dict(self._position())
 
     def _checked(self, length: float | None) -> float:
-        """Returns the number of steps of the data, by default of an epoch; refuses longer data."""
+        """Returns the number of steps of the data, by default one epoch; rejects longer data."""
         if length not in (None, math.inf) and length > self.epoch_steps:
             raise RuntimeError(
                 "Data must be at most one epoch, or repeat without end. Received: data of "
@@ -244,7 +244,7 @@ class Positions:
         """Returns the epoch iterator of a dataset; `None` selects the only iterator."""
         if not self._made:
             raise RuntimeError(
-                "A position belongs to a dataset of the cache. Received: a cache with 0 datasets. "
+                "A position requires a dataset of the cache. Received: a cache with 0 datasets. "
                 "Call cache.dataset() or cache.pydataset() first."
             )
         made_of = [data] if isinstance(data, keras.utils.PyDataset) else pipelines.datasets(data)

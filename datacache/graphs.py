@@ -66,7 +66,7 @@ def _unsteady_node(node: Any) -> str | None:
 
 def processors_of_order(dataset: tf.data.Dataset) -> int:
     """Returns the number of processors if TensorFlow derives the order from it, else 0."""
-    # Datasets that read files hold their interleave as `_impl`.
+    # Datasets that read files store their interleaving dataset in `_impl`.
     found = [getattr(one, "_impl", one) for one in pipelines.datasets(dataset)]
     cycles = [int(getattr(one, "_cycle_length", 0)) for one in found]
     return len(os.sched_getaffinity(0)) if tf.data.AUTOTUNE in cycles else 0

@@ -1,4 +1,4 @@
-"""Orders samples: in each epoch, each sample is assigned to one rank, for any number of ranks."""
+"""Assigns each sample to exactly one rank in each epoch, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datacache.from_tfposeidon import check_integer
 
 
 def permutation(length: int, seed: int, number: int) -> np.ndarray:
-    """Returns a permutation of `0..length-1`, `[length]` int64, in O(n log n).
+    """Returns permutation `number` of `0..length-1` for a seed, `[length]` int64, in O(n log n).
 
     The result depends on the arguments only, on any machine and with any release of NumPy.
     """
@@ -49,11 +49,11 @@ class Order:
       samples: Number of samples.
       global_batch: Number of samples of one step over all ranks.
       seed: Seed of the permutations.
-      shuffle: True to permute; otherwise samples are in the order of their indices.
+      shuffle: True to permute the samples in each epoch; False to retain the order of indices.
 
     Raises:
-      ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative; and in
-        methods with an argument `ranks`, if a batch has fewer samples than there are ranks.
+      ValueError: If `samples` or `global_batch` is less than 1, or `seed` is negative. In methods
+        with an argument `ranks`, if a batch has fewer samples than there are ranks.
 
     Example:
       >>> order = Order(samples=7, global_batch=4, shuffle=False)
@@ -85,7 +85,7 @@ class Order:
     def shares(
         self, position: Position, rank: int, ranks: int
     ) -> Iterator[tuple[np.ndarray, Position]]:
-        """Yields the samples of a rank in the rest of an epoch.
+        """Yields the samples of a rank for each remaining step of an epoch.
 
         Args:
           position: Position to start at.
@@ -116,8 +116,8 @@ class Order:
           ranks: Number of ranks.
 
         Yields:
-          The same as `shares`, but every rank has samples at every step: if a job on fewer ranks
-          has left fewer samples in an epoch than there are ranks, the next step includes them.
+          The same as `shares`, but every rank has samples at every step: if an epoch has fewer
+          samples left than there are ranks, the first step of the next epoch includes them.
         """
         short = np.empty(0, np.int64)
         while True:
@@ -155,7 +155,7 @@ class Order:
         return len(self._batches(0 if self._is_short(position, ranks) else position.samples, ranks))
 
     def state_dict(self, position: Position) -> dict[str, Any]:
-        """Returns the state for resuming at a position, as values for JSON.
+        """Returns the state for resuming at a position, as JSON-serializable values.
 
         Args:
           position: Position to resume at.
@@ -167,7 +167,7 @@ class Order:
         """Returns the position that `state_dict` saved.
 
         Args:
-          state: Result of `state_dict`, of an order with any `global_batch`.
+          state: Result of `state_dict`, whose order may have had another `global_batch`.
 
         Raises:
           ValueError: If the number of samples, the seed or `shuffle` differs.

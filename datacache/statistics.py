@@ -40,7 +40,7 @@ class Statistics:
     wait_s: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
-        """Returns the counts by name, as values for JSON."""
+        """Returns the counts by name, as JSON-serializable values."""
         return asdict(self)
 
 

@@ -13,11 +13,11 @@ from tfposeidon.training import session
 class CachePosition(keras.callbacks.Callback):
     """Sets the epoch and the step of training in a `datacache.Cache`.
 
-    Epoch `e` of `fit` then reads epoch `e` of the dataset, in the order of that epoch, or with
-    `steps_per_epoch` starts after `e * steps_per_epoch` steps of the dataset. A job that starts at
-    another `initial_epoch`, or resumes from a `Checkpoint`, therefore reads the same samples as an
-    uninterrupted job. `cache.state_dict(data)` always contains the position of training. Every rank
-    updates its own cache, without communication.
+    Epoch `e` of `fit` then reads epoch `e` of the dataset, in the order of that epoch. With
+    `steps_per_epoch`, it starts after `e * steps_per_epoch` steps of the dataset. Therefore, a job
+    that starts at another `initial_epoch`, or resumes from a `Checkpoint`, reads the same samples
+    as an uninterrupted job. `cache.state_dict(data)` always contains the position of training.
+    Every rank updates its own cache, without communication.
 
     Args:
       cache: The `datacache.Cache` that created the dataset passed to `fit`.

@@ -294,7 +294,7 @@ class Checkpoint(RankCallback):
         )
 
     def _check_samples(self, snapshot: Snapshot) -> None:
-        """Refuses to resume within an epoch if other samples would be skipped."""
+        """Raises `SnapshotError` if resuming within an epoch would skip other samples."""
         compared = {"steps per epoch": (snapshot.meta["steps_per_epoch"], self.params.get("steps"))}
         if not self._session.knows_position:
             ranks = sum(map(len, snapshot.meta["nodes"]))

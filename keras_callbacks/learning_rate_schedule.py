@@ -49,7 +49,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         `fit` cannot determine it.
       optimizer: Optimizer whose learning rate this callback sets (default `model.optimizer`). A
         model with several optimizers needs one callback for each.
-      **others: Arguments of Horovod's callback, which are refused with their replacement.
+      **others: Arguments of Horovod's callback, which raise an error that names the replacement.
 
     Raises:
       TypeError: For unknown arguments, or without a multiplier.
@@ -179,7 +179,7 @@ class LearningRateSchedule(keras.callbacks.Callback):
         if list(map(id, variables)) != list(map(id, self._scaled)):
             self._scaled = variables
 
-            # Use a graph, because eager execution would take two ops per variable and batch.
+            # Use a graph, because eager execution would run two ops per variable and batch.
             @tf.function(autograph=False)
             def scale(factor: tf.Tensor) -> None:
                 for variable in variables:

@@ -16,9 +16,9 @@ class LearningRateWarmup(LearningRateSchedule):
     """Increases the learning rate linearly from the rate for one rank to the rate for all ranks.
 
     The rate starts at `initial_learning_rate / size`, where `size` is the number of ranks that
-    train, reaches `initial_learning_rate` after `warmup_epochs`, and changes before each batch. The
-    full rate is unstable while weights still change rapidly. After the warm-up this callback does
-    not set the rate, so a `LearningRateSchedule` may follow with `start_epoch=warmup_epochs`.
+    train, reaches `initial_learning_rate` after `warmup_epochs`, and changes before each batch. At
+    the full rate, training is unstable while weights change rapidly. After the warm-up, a
+    `LearningRateSchedule` with `start_epoch=warmup_epochs` may set the rate instead.
 
     Args:
       initial_learning_rate: Rate after the warm-up: usually the rate for one rank times the number
@@ -28,7 +28,7 @@ class LearningRateWarmup(LearningRateSchedule):
         see `LearningRateSchedule`.
       steps_per_epoch: Number of batches per epoch on one rank, required if it is unknown in `fit`.
       optimizer: Optimizer whose rate is set; by default `model.optimizer`.
-      **others: Arguments of Horovod's callback, which are refused with their replacement.
+      **others: Arguments of Horovod's callback, which raise an error that names the replacement.
 
     Raises:
       TypeError: For unknown arguments.
@@ -83,7 +83,7 @@ class LearningRateWarmup(LearningRateSchedule):
         """Returns the fractional epoch at which the previous execution of steps began."""
         if self._last is not None:
             return self._last
-        # Compute it in a resumed run, whose last epoch may have ended within an execution.
+        # Compute the value in a resumed run, whose last epoch may have ended within an execution.
         steps, together = self._steps, self.model.steps_per_execution
         last = (steps - 1) // together * together if epoch == self._epoch else -together
         return epoch - (epoch == self._epoch) + last / steps

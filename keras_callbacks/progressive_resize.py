@@ -25,12 +25,12 @@ from tfposeidon.training import session
 Rate = float | Callable[[float], float]
 """A learning rate, or a function from the fractional epoch to a learning rate."""
 _RETAINED = ("scheme", "momentum", "weight_decay")
-"""Settings that a phase takes from the previous phase if it omits them."""
+"""Settings that a phase inherits from the previous phase if it omits them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Epochs at one image resolution.
+    """Consecutive epochs at one image resolution, and their settings.
 
     Attributes:
       epochs: Number of epochs, at least 1.
@@ -79,7 +79,7 @@ class Phase:
 
 
 class ProgressiveResize(LearningRateSchedule):
-    """Trains in phases at increasing resolutions, with the scheme, rates and batch size of each.
+    """Trains in phases at increasing resolutions, with separate schemes, rates and batch sizes.
 
     Small images make the first epochs fast, and large images make the last epochs accurate. Each
     phase is a separate `fit` on separate data, because the number of steps per epoch depends on the
@@ -95,7 +95,7 @@ class ProgressiveResize(LearningRateSchedule):
             )
 
     When a phase begins, the callback sets the optimizer's momentum and weight decay, changes the
-    scheme (as `SchemeSchedule` does, without losing a residual), prints one line, and releases the
+    scheme (as `SchemeSchedule` does, without losing a residual), logs one line, and releases the
     traced step of the previous phase, so that memory does not grow with the number of phases. A
     phase traces the step once, or twice if the scheme changes. The callback sets the learning rate
     before each batch, or before each epoch if no rate is a function, with momentum correction (see
@@ -107,7 +107,7 @@ class ProgressiveResize(LearningRateSchedule):
     end of each phase. `scheme="auto"` plans again in each phase, because the compute time changes.
 
     Args:
-      phases: Phases in their order, one or more.
+      phases: Phases in order, at least one.
       learning_rate: Rate for the batch size of the first phase: a number, or a function of the
         fractional epoch, such as `lambda epoch: 8.0 * (1 - epoch / 28) ** 2`. Optional if each
         phase has its own.
@@ -153,7 +153,7 @@ class ProgressiveResize(LearningRateSchedule):
         _check_settings(self.phases, learning_rate)
         self._learning_rate = learning_rate
         self._phase: Phase | None = None
-        # Change the rate within epochs only for functions, because that requires known lengths.
+        # Change the rate within epochs only for functions: such changes require a known length.
         is_constant = not any(map(callable, (learning_rate, *(p.learning_rate for p in phases))))
         super().__init__(
             1.0, self.rate_at, staircase=is_constant, momentum_correction=momentum_correction
@@ -207,11 +207,11 @@ class ProgressiveResize(LearningRateSchedule):
         """Returns the remaining phases, including the phase in progress.
 
         Args:
-          epoch: Index of the epoch to resume at (default 0), see `Checkpoint.epoch_to_resume`.
+          epoch: Index of the epoch to resume at (default 0); see `Checkpoint.epoch_to_resume`.
 
         Returns:
-          Phases in their order. If training is complete, only the last: its `fit` then restores
-          the model without training.
+          Phases in order. If training is complete, only the last phase, whose `fit` restores the
+          model without training.
         """
         return [phase for phase in self.phases if phase.end_epoch > epoch] or [self.phases[-1]]
 
@@ -274,7 +274,7 @@ class ProgressiveResize(LearningRateSchedule):
 
 
 def _completed(phases: Sequence[Phase]) -> tuple[Phase, ...]:
-    """Returns phases with their first epochs, and with the settings of earlier phases."""
+    """Returns phases with their first epochs, and with omitted settings from earlier phases."""
     found: list[Phase] = []
     for phase in phases:
         changes: dict[str, Any] = {"first_epoch": 0}

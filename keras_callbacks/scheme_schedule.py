@@ -32,7 +32,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
     Args:
       schedule: Schemes, as for `DistributedOptimizer`, by their first epochs, including epoch 0.
-      verbose: True (default) to print a line for each epoch that changes the scheme.
+      verbose: True (default) to log a line for each epoch that changes the scheme.
 
     Raises:
       ValueError: If the schedule does not start at epoch 0, has an unknown scheme, or mixes schemes
@@ -140,13 +140,13 @@ class SchemeSchedule(keras.callbacks.Callback):
 
 
 def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
-    """Refuses a callback that follows a `Checkpoint` in the list, if the `Checkpoint` has resumed.
+    """Raises an error if a callback follows a `Checkpoint` that has resumed the model.
 
     Args:
       callback: The callback, at the start of training.
 
     Raises:
-      ValueError: If the model has resumed already.
+      ValueError: If the model has already resumed.
     """
     if session.of(callback.model).is_resumed:
         raise ValueError(

@@ -22,8 +22,8 @@ class Throughput(RankCallback):
     - `samples_per_second`: samples of all ranks together, divided by the time of the slowest rank.
       It is omitted for models that override `metrics` or do not update Keras's loss tracker.
     - `exposed_communication`: share of the time, in [0, 1], for which steps waited for their
-      exchange after the last gradient; mean over ranks. 0 without a communicating optimizer. On
-      GPUs, where ops are queued, it is only approximate.
+      exchange after the last gradient; mean over ranks. It is 0 without a communicating optimizer,
+      and approximate on GPUs, where ops are queued.
     - `megabytes_sent`: payload that rank 0 sends per step, as the plan predicts; with one exchange
       in several steps, the mean over these steps.
 

@@ -1,8 +1,8 @@
-"""Runs parts of the gate, and prints the minutes of each part and its budget.
+"""Runs parts of `.ci/run`, and prints the minutes of each part and its budget.
 
     python tests/budget.py PART ...
 
-A part is a target of the Makefile. The table under "Time budget" in CONTRIBUTING.md holds its
+A part is a target of the Makefile. The table under "Time budget" in CONTRIBUTING.md lists its
 elapsed minutes and its CPU-minutes. A part fails if it uses more than twice its CPU-minutes. A
 change that adds minutes must save as many elsewhere.
 

@@ -1,4 +1,4 @@
-"""Random images for tests, each reproducible from its number."""
+"""Creates random images for tests, each reproducible from its number."""
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,7 @@ def folder(path, samples, size=8):
 
 
 def decode(contents, label):
-    """Preprocesses a file for a cache: returns its pixels and its label."""
+    """Preprocesses the contents of a file for a cache; returns the pixels and the label."""
     return tf.ensure_shape(tf.io.decode_png(contents, 3), [8, 8, 3]), label
 
 

@@ -1,4 +1,4 @@
-"""`horovodrun` without its check for Gloo, which would import TensorFlow."""
+"""Runs `horovodrun` without its check for Gloo, which would import TensorFlow."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A communicator whose ranks are threads of this process, and which counts all sent bytes.
+"""Provides a communicator whose ranks are threads of this process, and counts all sent bytes.
 
 It transfers values like Gloo: chunks along rings, and all-to-all directly. It makes tests of many
 ranks fast; the contract table also runs on real ranks.

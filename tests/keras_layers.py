@@ -1,4 +1,4 @@
-"""Every layer of Keras with weights, found by introspection, each in a small model."""
+"""Builds a small model for each layer of Keras with weights, found by introspection."""
 
 import ast
 import functools

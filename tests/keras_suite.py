@@ -1,4 +1,4 @@
-"""Runs Keras's own tests, with every optimizer that `compile` receives wrapped in ours.
+"""Runs Keras's own tests, with each optimizer that they pass to `compile` wrapped in ours.
 
     python -m tests.keras_suite FOLDER ...
     horovodrun -np 2 python -m tests.keras_suite FOLDER ...
@@ -51,7 +51,7 @@ class WithOurs:
     """Pytest plugin that wraps optimizers."""
 
     def pytest_configure(self, config):
-        # These belong to Keras's own configuration, which the wheel does not contain.
+        # Define the markers and the module of Keras's `conftest.py`, which its wheel omits.
         config.addinivalue_line("markers", "requires_trainable_backend: a backend that trains")
         config.addinivalue_line("markers", "multi_device: several devices")
         sys.modules["conftest"] = types.ModuleType("conftest")
@@ -74,8 +74,8 @@ class WithOurs:
     def pytest_runtest_protocol(self):
         result = yield
         if tp.size() > 1:
-            # A rank whose test failed waits here; ranks that are still in a collective then fail,
-            # too.
+            # A rank whose test failed waits here, so ranks that wait in a collective of that test
+            # fail, too.
             with contextlib.suppress(RuntimeError):
                 exchange_objects(None, runtime.wire(), "next test")
         return result

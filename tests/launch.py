@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 1800
-"""Limit for jobs that hang: more than ten times the longest job on two idle CPU cores."""
+"""Time limit in seconds for jobs that hang: over ten times the longest job on two idle cores."""
 
 WITH_SKLEARN = {"PYTHONPATH": str(ROOT)}
 """Variables of jobs that use scikit-learn's digits. `tests/without` hides from other jobs the
@@ -54,7 +54,7 @@ def lab(options, *command, environment=None, timeout_s=LIMIT_S, background=False
 
 
 def horovodrun_command(size, *rest):
-    """Returns the command that starts `size` ranks; `rest` is further options and the program."""
+    """Returns the command that starts `size` ranks; `rest` contains options and the program."""
     launcher = [sys.executable, str(ROOT / "tests" / "horovodrun.py")]
     return [*launcher, "--gloo", "-np", str(size), *rest]
 

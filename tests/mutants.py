@@ -193,7 +193,7 @@ def _outcome(root, tests):
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # like an interrupt, which ends its jobs
+        process.terminate()  # On SIGTERM, the session also ends its jobs.
         try:
             process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -20,7 +20,7 @@ class Model(keras.Sequential):
 
 
 def compiled(scheme="alltoall", **options):
-    """Returns a small model for images of any size, the same each time."""
+    """Returns a small model for images of any size; all calls return equal weights."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(3)
     layers = keras.layers

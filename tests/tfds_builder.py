@@ -1,4 +1,4 @@
-"""A data set of tensorflow-datasets with the samples of a test."""
+"""Provides a data set of tensorflow-datasets with the samples of a test."""
 
 import pytest
 

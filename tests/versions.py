@@ -133,7 +133,7 @@ def interpreter(release):
 
 
 def make_environment(pair, options):
-    """Creates an empty environment, and copies the files that git knows in this folder."""
+    """Creates an empty environment, and copies the files in this folder that git lists."""
     shutil.rmtree(pair.folder, ignore_errors=True)
     pair.folder.mkdir(parents=True)
     pair.call([interpreter(pair.python), "-m", "venv", str(pair.environment)], pair.folder)

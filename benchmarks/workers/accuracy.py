@@ -20,7 +20,7 @@ RATE, MOMENTUM = 0.05, 0.9
 
 
 class Reached(keras.callbacks.Callback):
-    """Records accuracy, loss and training time after each epoch, and may stop at the target.
+    """Records accuracy, loss and training time after each epoch; optionally stops at the target.
 
     Args:
       target: Validation accuracy to reach, from 0 to 1.

@@ -1,7 +1,7 @@
 """Measures PyTorch's DistributedDataParallel over Gloo.
 
 Models have the shapes, times and values of the emulated ones. Shapes are in PyTorch's order,
-outputs first, because PowerSGD takes the first dimension as a matrix's rows.
+outputs first, because PowerSGD treats the first dimension as a matrix's rows.
 """
 
 import gc

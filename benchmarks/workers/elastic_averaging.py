@@ -12,14 +12,14 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 
 WARM_UP = 8
-"""Number of steps before timing, since the first one traces."""
+"""Number of steps before timing, because the first step traces."""
 
 
 class Steps:
     """Steps that compute for a given time, and update weights with one optimizer.
 
     Args:
-      optimizer: Optimizer that takes the steps.
+      optimizer: Optimizer that updates the weights.
       length: Number of weights.
       compute_s: Seconds that a step computes.
     """
@@ -36,7 +36,7 @@ class Steps:
         self._update = update
 
     def run(self, count):
-        """Takes some steps, and returns their mean time in seconds."""
+        """Runs `count` steps, and returns their mean time in seconds."""
         begin = time.perf_counter()
         for _ in range(count):
             time.sleep(self._compute_s)
@@ -47,7 +47,7 @@ class Steps:
 def paces(task, system):
     """Returns seconds of a step for each worker, alone and with exchanges.
 
-    The last rank's steps take `slowness` times as long, so it takes fewer steps by this factor.
+    The last rank's steps take `slowness` times as long, so it runs fewer steps by this factor.
     """
     is_slow = tp.rank() == tp.size() - 1
     compute_s = task.compute_s * (task.slowness if is_slow else 1)

@@ -71,7 +71,7 @@ def traced(system, size, wire):
     # Names of TensorFlow's ops must not contain colons.
     label = f"bench.{system}.{size}".replace(":", "_").replace("@", "_")
     exchange = tf.function(_exchange_of(system, size, wire, label))
-    # The first call traces, which takes different times on the ranks.
+    # Trace before timing, because tracing takes a different time on each rank.
     exchange()
     return exchange
 

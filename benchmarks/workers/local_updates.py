@@ -55,7 +55,7 @@ class Steps:
         self._update = update
 
     def run(self, count, compute_s, wire):
-        """Takes some steps, and returns their total seconds on the slowest rank."""
+        """Runs `count` steps, and returns their total seconds on the slowest rank."""
         exchange_objects(None, wire, "bench.begin")
         begin = time.perf_counter()
         for _ in range(count):

@@ -1,8 +1,7 @@
 """Measures a cache that is partitioned over nodes: bytes between nodes, and step times.
 
-Systems: "bytes" (epochs without training), and then, alternately, "replicate" (each node has all
-samples)
-and "split" (each node has a part).
+Systems: "bytes" (epochs without training), and then, alternately, "replicate" (each node stores all
+samples) and "split" (each node stores a part).
 """
 
 import statistics

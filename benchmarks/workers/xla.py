@@ -1,4 +1,4 @@
-"""Times train steps, alternately, whose gradients XLA compiles into zero, one or more functions."""
+"""Times train steps with gradients that XLA compiles into zero, one or several functions."""
 
 import time
 

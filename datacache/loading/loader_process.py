@@ -30,7 +30,7 @@ from datacache.system.descriptors import Descriptor
 GRACE_S = 1.0
 """Seconds that a loader has to finish its item after a request to stop."""
 END_S = 60.0
-"""Seconds that a loader has to exit after an error; TensorFlow may take long to shut down."""
+"""Seconds that a loader has to exit after an error; TensorFlow may shut down slowly."""
 FAILED = -1
 """Value of `turn` in the reply of a loader that cannot start."""
 WATCH_S = 1.0
@@ -164,11 +164,11 @@ class LoaderProcess:
 
 def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], trainer: int) -> None:
     """Receives requests until `None`; ends the process when its training process has ended."""
-    # Poll the parent: a parent-death signal would already come when the starting thread ends.
+    # Poll the parent, because a parent-death signal is sent as soon as the starting thread ends.
     request: Any = ()
     try:
         while request is not None:
-            # Forks of the training process hold the connection open after it has ended.
+            # Forked children keep the connection open after the training process has ended.
             while not end.poll(WATCH_S):
                 if os.getppid() != trainer:
                     raise EOFError
@@ -184,7 +184,7 @@ def _receive(end: connection.Connection, requests: queue.SimpleQueue[Any], train
 
 
 def _serve(end: connection.Connection, pickled_load: bytes, buffers: Sequence[SharedPages]) -> None:
-    # Ignore Ctrl-C, which reaches the whole process group, because the trainer handles it.
+    # Ignore Ctrl-C, which reaches the whole process group: the training process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(end, requests, os.getppid()), daemon=True).start()

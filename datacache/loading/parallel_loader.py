@@ -32,8 +32,8 @@ class ParallelLoader:
 
     The process calls `load` for the items of a pass in order, and writes each batch to one of a few
     buffers of shared memory. The training process copies the batch from there. With `views`,
-    batches are not copied: a request for the next batch releases the previous one, and the loader
-    reuses its buffer. The process is spawned and imports `load`, so a training script must start
+    batches are not copied: a request for the next batch releases the buffer of the previous batch
+    for the loader. The process is spawned and imports `load`, so a training script must start
     its work under `if __name__ == "__main__":`. The process ends with the training process, even if
     the training process is killed, and its memory leaves no files in `/dev/shm`.
 
@@ -116,7 +116,7 @@ class ParallelLoader:
         Args:
           mode: First argument of `load`, such as "train" or "validate".
           items: Second arguments of `load`, one for each batch, of any picklable type. At most
-            `buffers` of them are taken ahead, so `items` may be infinite.
+            `buffers` of them are consumed ahead, so `items` may be infinite.
 
         Yields:
           Batches that `load(mode, item)` returns, which may be retained. With `views`, they are
@@ -124,7 +124,7 @@ class ParallelLoader:
 
         Raises:
           LoaderError: If `load` raised an error or cannot be imported, or the process ended. The
-            pass has then ended; another one can start, with this process or a new one.
+            pass has then ended; another pass can start, in this process or a new process.
           RuntimeError: If another pass has started, or `stop` was called, since the last batch.
           TypeError: If an item cannot be pickled.
         """
@@ -185,14 +185,14 @@ class ParallelLoader:
 
 @dataclass(frozen=True, eq=False)
 class CropAndMirror:
-    """Subtracts the mean from images, crops and mirrors them.
+    """Subtracts the mean from images, and crops and mirrors the images.
 
     Crops and mirroring are random in training; otherwise the crop is centered.
 
     Args:
       mean: Mean of the images, `[h, w, c]`, or of their channels, `[c]`.
       size: Height and width of the result in pixels.
-      seed: Seed of the random crops, not negative.
+      seed: Seed of the random crops and mirroring, not negative.
 
     Raises:
       ValueError: If the rank of `mean` is neither 3 nor 1, or `size` or `seed` is out of range.
@@ -229,8 +229,8 @@ class CropAndMirror:
         Args:
           images: Images, `[n, h, w, c]` of any real dtype.
           mode: "train" for random crops and mirroring; any other value for centered crops.
-          number: Index of the batch, not negative, which seeds its draw. Use a different index for
-            each batch and epoch.
+          number: Index of the batch, not negative; part of the seed. Use a different index for each
+            batch and epoch.
 
         Returns:
           The prepared images, `[n, size, size, c]` float32.

@@ -1,4 +1,4 @@
-"""Runs operations in C that would hold the GIL for long in Python.
+"""Runs operations in C that would hold the GIL for a long time in Python.
 
 `ctypes` releases the GIL during each call, so that several threads copy batches concurrently.
 """

@@ -33,7 +33,7 @@ class _Request(NamedTuple):
 
 
 class SampleExchange:
-    """Lets every rank request samples, and send the samples that other ranks requested.
+    """Requests samples from other ranks, and sends the samples that other ranks requested.
 
     The collectives run on a separate thread, so ranks need not be at the same step. A rank without
     requests takes part until all ranks have closed or need no more samples.

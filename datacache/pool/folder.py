@@ -69,7 +69,7 @@ def own_memory() -> Path:
 class StoreFile(Owner):
     """Open file of a store.
 
-    A shared lock marks the file as open; the kernel releases it when the process ends in any way.
+    A shared lock marks the file as open; the kernel releases the lock however the process ends.
     While a process creates, opens or removes a store, it holds an exclusive lock on the folder. If
     `is_only_user` is true, no other process had the store open, so no other process was filling it.
     `content` is the mapped file, and `sections` are parts of it by name, all `[bytes]` uint8.

@@ -20,8 +20,8 @@ UNKNOWN = -1
 class Heap:
     """The heap of a store, to which packed samples are appended.
 
-    The space of a sample that was corrupted is free again once the store is cleared. A killed
-    process leaves nothing to repair: the next sample overwrites the unfinished sample.
+    The space of a corrupted sample is free again once the store is cleared. Nothing has to be
+    repaired after a process is killed: the next sample overwrites the unfinished sample.
     """
 
     def __init__(self, file: StoreFile) -> None:
@@ -35,8 +35,8 @@ class Heap:
     @contextlib.contextmanager
     def adding(self) -> Iterator[None]:
         """Locks the heap against other threads and processes until added bytes are published."""
-        # Another process must not take bytes that are not yet published. The second lock is on the
-        # byte after the bytes of the claims.
+        # Another process must not allocate bytes that are not yet published. The second lock is on
+        # the byte after those that `claim` and `claim_all` lock.
         byte = self._file.spec.shard.kept_samples + 1
         with self._lock, self._file.locked_bytes([byte], wait=True):
             yield
@@ -84,7 +84,7 @@ class Heap:
 
 
 def _end(places: np.ndarray, capacity: int) -> int:
-    """Returns the largest end of samples; ignores samples that are out of bounds."""
+    """Returns the largest end offset of the samples that are within the capacity."""
     offsets, lengths = places.T
     # Do not compare `offsets + lengths`, which could overflow.
     inside = (

@@ -25,17 +25,17 @@ READY = 1 << 32
 """Bit that is set once a sample is complete; the bits below contain the CRC-32 of its bytes."""
 CHECKSUM = READY - 1
 STEP_BYTES = 2**24
-"""Number of bytes whose page tables are created at a time. A step takes some milliseconds, in which
-no other thread can map or unmap memory."""
+"""Number of bytes whose page tables are created at a time. A step takes a few milliseconds, during
+which no other thread can map or unmap memory."""
 
 
 class Pool(Owner):
     """Samples in a folder, in `/dev/shm` or on a disk, shared by all processes of the node.
 
     A sample is written first, and then its metadata word: a checksum, and a bit that marks the
-    sample as ready. Only these words determine which bytes are in use. A process that is killed in
-    between leaves a sample that is not ready, and locks that the kernel releases; nothing has to be
-    repaired. Without `make_spec`, the store must exist.
+    sample as ready. Only these words determine which bytes are in use. If a process is killed in
+    between, the sample is not ready, and the kernel releases the locks of the process, so nothing
+    has to be repaired. Without `make_spec`, the store must exist.
     """
 
     def __init__(self, folder: Path, make_spec: Callable[[], PoolSpec] | None = None) -> None:
@@ -47,7 +47,7 @@ class Pool(Owner):
             self.spec, self.is_only_user = self._file.spec, self._file.is_only_user
             self.layout, self.slots = self.spec.layout, self.spec.shard.kept_samples
             self._slot_indices = self.spec.shard.slot_indices()
-            # If samples differ in size, the only column has the offset and length of each.
+            # If samples differ in size, the only column contains their offsets and lengths.
             self._columns = self.layout.columns(self._file.sections["columns"], self.slots)
             # Other processes may write the metadata words at any time. `_verified` holds the words
             # of samples that this process has written or verified.
@@ -78,7 +78,7 @@ class Pool(Owner):
         return self._slot_indices[samples] >= 0
 
     def can_copy(self, samples: np.ndarray) -> bool:
-        """Returns whether a batch of these samples, once they are ready, is copied from columns."""
+        """Returns whether these samples can be copied from columns once they are ready."""
         return self._heap is None and bool(self.has_room(samples).all())
 
     def ready(self, samples: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ ALIGNMENT = 64
 """Alignment of sections and columns in bytes: a cache line, which TensorFlow requires to avoid a
 copy."""
 TEXT = "string"
-"""Name of the dtype of texts, which are Python's bytes in object arrays."""
+"""Name of the dtype of texts, which are Python bytes objects in object arrays."""
 WORD_BYTES = 8
 """Number of metadata bytes of each sample."""
 HEAP_STATE_BYTES = 8
@@ -125,14 +125,14 @@ class Layout:
     """Components of all samples of a store, in the order of a sample.
 
     If no component varies, each has its own column. Otherwise, whole samples are packed in the
-    heap, and the only column has the offset and the length of each.
+    heap, and the only column contains their offsets and lengths.
     """
 
     components: tuple[Component, ...]
 
     @classmethod
     def of(cls, sample: Sequence[Any], varying: Sequence[Sequence[int]] | None = None) -> Layout:
-        """Returns the layout of a sample; `varying` are the axes of each component that vary."""
+        """Returns the layout of a sample; `varying` lists the axes that vary, by component."""
         arrays = [as_array(array) for array in sample]
         axes = varying or [()] * len(arrays)
         components = []

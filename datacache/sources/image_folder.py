@@ -101,15 +101,15 @@ def from_folder(
 ) -> FolderSource:
     """Creates a source from the files in a folder.
 
-    `preprocess` receives the contents of a file, a scalar string, and the label, a scalar int64.
+    `preprocess` receives the contents of a file as a scalar string, and the label as an int64.
 
     Args:
       path: Folder with one folder for each class. Hidden folders and `lost+found` are ignored. The
         label is the index of the class's folder in alphabetical order, including folders without
         files; see `class_names` of the result.
-      extensions: Endings of the files to include, in upper or lower case; `None` for all files.
+      extensions: Endings of the files to include, case-insensitive; `None` for all files.
       labels: True if samples have labels. Without labels, `preprocess` receives the contents only,
-        and files may lie anywhere below the folder.
+        and files may be at any depth below the folder.
       class_names: Names of the folders by label. Pass `class_names` of the training data for
         validation data, so that a class has the same label in both even if folders are missing.
         `None` (default) uses the existing folders.
@@ -120,8 +120,8 @@ def from_folder(
     Raises:
       SourceError: If the folder does not exist or has no matching file. With labels, also if a file
         is outside the folders of classes, or its folder is not in `class_names`.
-      ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` has
-        duplicates or is given without labels.
+      ValueError: If `extensions` or `class_names` is a string and not a list, or `class_names` is
+        empty, has duplicates or is passed without labels.
 
     Example:
       >>> import tempfile

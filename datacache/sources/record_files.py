@@ -28,7 +28,7 @@ LENGTH_BYTES, HEADER_BYTES, CHECKSUM_BYTES = 8, 12, 4
 """Sizes in bytes of the parts of a TFRecord: the length, the length with its checksum, and the
 checksum after the content."""
 SEARCHES = 32
-"""Number of files searched concurrently: on a network file system, each read has to wait."""
+"""Number of files searched concurrently: on a network file system, each read waits for a reply."""
 
 
 class RecordSource(RandomSource):
@@ -127,9 +127,9 @@ def from_tfrecords(
     """Creates a source from the examples in TFRecord files.
 
     `preprocess` receives a dictionary of the features of an example, or without `features` the
-    bytes of a record. Records are read by index: opening the source reads the header of each, which
-    takes some microseconds on a local disk. Checksums within the files are verified, as by
-    `tf.data`.
+    bytes of a record. Records are read by index. Opening the source reads the header of each
+    record, which takes a few microseconds on a local disk. Checksums within the files are verified,
+    as by `tf.data`.
 
     Args:
       files: Pattern such as `"/data/train-*"`, the path of one file, or a sequence of paths. Files
@@ -167,7 +167,7 @@ def from_tfrecords(
 
 def _searched(path: str) -> TfRecords:
     try:
-        # Take the status before the search, so that readers detect a change in between.
+        # Read the status before the search, so that readers detect a change in between.
         listed = FileStatus.of(os.stat(path))
         entries = find_records(path)
         return TfRecords(path, 0, len(entries), listed, entries)

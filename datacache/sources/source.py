@@ -20,7 +20,7 @@ LEAST_BLOCKS = 3
 """Smallest number of blocks of each sampled file: its start, its middle and its end."""
 BLOCK_BYTES = 2**16
 READERS = 32
-"""Number of files read concurrently: on a network file system, each read has to wait."""
+"""Number of files read concurrently: on a network file system, each read waits for a reply."""
 
 
 class SourceError(RuntimeError):
@@ -28,12 +28,12 @@ class SourceError(RuntimeError):
 
 
 class Source(Protocol):
-    """Samples as they are stored, by index; sources also have `read` or `stream`.
+    """Interface to stored samples by index; a source also has `read` or `stream`.
 
     Sources of equal `identity` share cached samples, so `identity` must contain everything that
-    determines the samples, as values for JSON, except the location of the data. Names, sizes and
-    times of files may be equal in different archives, so add a version or a digest.
-    `signature` is the `tf.TypeSpec` of each component of a stored sample.
+    determines the samples, except the location of the data, as JSON-serializable values. Names,
+    sizes and times of files may be equal in different archives, so add a version or a digest.
+    `signature` contains the `tf.TypeSpec` of each component of a stored sample.
     """
 
     identity: Any
@@ -46,7 +46,7 @@ class Source(Protocol):
         """Returns the name of a sample for messages, such as the path of its file."""
 
     def decode(self, *stored: Any) -> Any:
-        """Returns the input of `preprocess` from stored components, by TensorFlow ops only."""
+        """Returns the input of `preprocess`, computed from components by TensorFlow ops only."""
 
 
 @runtime_checkable
@@ -54,7 +54,7 @@ class RandomSource(Source, Protocol):
     """Source that can read any sample by its index."""
 
     def read(self, sample: int) -> list[np.ndarray]:
-        """Returns a stored sample's components; thread-safe, and retried on `OSError`."""
+        """Returns a stored sample's components; must be thread-safe. `OSError` causes a retry."""
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ def _numpy_type(dtype: Any) -> tuple[np.dtype[Any], bool]:
 
 
 def digest(content: Any) -> str:
-    """Returns the SHA-256 of a value for JSON, in hexadecimal."""
+    """Returns the SHA-256 of a JSON-serializable value, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -170,7 +170,7 @@ def contents_digest(count: int, file: Callable[[int], tuple[str, FileStatus]]) -
 
 
 def check_source(source: Any) -> None:
-    """Refuses objects without the methods of a source, and sources without samples."""
+    """Raises `SourceError` for an object that is not a source, or a source without samples."""
     reader = "stream" if hasattr(source, "stream") else "read"
     required = ("identity", "signature", "name", "decode", "__len__", reader)
     missing = [name for name in required if not hasattr(source, name)]

@@ -1,4 +1,4 @@
-"""Reads samples from any `tf.data.Dataset`, once and from its beginning."""
+"""Reads samples from any `tf.data.Dataset`, sequentially from its beginning."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class DatasetSource(StreamSource):
             if looked_at and _digests(components) != self._digests[count]:
                 raise SourceError(
                     "A dataset must have the same elements in the same order each time. Received: "
-                    f"a different element {count} than in the first reading. Shuffle and use "
-                    "random ops only after the cache."
+                    f"element {count}, which differs from the first read. Shuffle and use random "
+                    "ops only after the cache."
                 )
             if count or self._first is None:
                 yield components
@@ -111,13 +111,13 @@ class DatasetSource(StreamSource):
 
 
 def from_dataset(dataset: tf.data.Dataset, *, key: str) -> DatasetSource:
-    """Creates a source from the elements of a dataset, in place of `dataset.cache()`.
+    """Creates a source from the elements of a dataset, as a replacement for `dataset.cache()`.
 
     One process of each node reads the dataset from its beginning, before the first batch.
     `preprocess` receives an element.
 
     Args:
-      dataset: Dataset with the same elements in the same order each time: not batched, not
+      dataset: Dataset that yields the same elements in the same order each time: not batched, not
         repeated, not shuffled.
       key: Name of your choice that identifies everything that determines the elements, such as
         data, split and version. A different key, or different first elements, select a different

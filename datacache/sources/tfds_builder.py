@@ -47,8 +47,8 @@ def from_tfds(builder: Any, split: Any, *, decoders: Any = None, **arguments: An
     Args:
       builder: Name of a builder, or the builder itself.
       split: Split, with slices as in `tfds.load`: "train", "train[:80%]".
-      decoders: Decoders of features; see `tfds.load`. `tfds.decode.SkipDecoding()` leaves images to
-        `preprocess`.
+      decoders: Decoders of features; see `tfds.load`. With `tfds.decode.SkipDecoding()`,
+        `preprocess` receives encoded images.
       **arguments: Arguments of `tfds.builder` for a name, such as `data_dir` and `config`.
 
     Returns:

@@ -27,11 +27,11 @@ _for_locks: set[Descriptor] = set()
 
 
 class Owner(ABC):
-    """Object that owns descriptors, mappings or threads until `close` or the end of a `with`."""
+    """Object that owns descriptors, mappings or threads, and releases them in `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what the object owns."""
+        """Releases all owned resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +74,7 @@ def closed_on_fork(path: str, flags: int, folder: int | None = None) -> Iterator
 
 def lock_byte(handle: Descriptor, index: int, wait: bool = False, shared: bool = False) -> bool:
     """Locks one byte of a file by an open-file-description lock; returns whether it is locked."""
-    # The locked byte need not exist, so any file has a lock for each sample.
+    # The locked byte need not exist, so a file of any size has a lock for each sample.
     request = _request(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, index)
     try:
         fcntl.fcntl(handle.fileno(), fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, request)

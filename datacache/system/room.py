@@ -14,7 +14,7 @@ STEP_BYTES = 2**26
 """Number of bytes that are reserved at a time: large enough to be fast on a file system, and small
 enough to notice in time if other processes use up the memory."""
 OVERHEAD_BYTES = 2**16
-"""Number of bytes that a store may take besides its samples: a few pages for header and padding."""
+"""Number of bytes that a store may use besides its samples: a few pages for header and padding."""
 
 
 def budget_bytes(budget: int | str, free: int) -> int:

@@ -31,7 +31,7 @@ from datacache.tiers.tier import (
 
 log = logging.getLogger("datacache")
 DISK_BUDGET = "95%"
-"""Share of a disk's free space that a new store may take."""
+"""Share of a disk's free space that a new store may occupy."""
 FOLDER_DIGITS = 20
 """Number of hexadecimal digits of the fingerprint in a folder's name; 20 digits are 80 bits."""
 Root = str | os.PathLike[str] | None
@@ -132,7 +132,7 @@ def _first_sample(make: Preprocessing, stored: Tier, stream: Stream | None) -> A
 def _layout(make: Preprocessing, first: Arrays) -> Layout:
     if not make.variable_shapes:
         return Layout.of(first)
-    # If the graph does not know a rank, use the rank of the first sample.
+    # If a component's number of dimensions is unknown in the graph, use that of the first sample.
     shapes = [
         [None] * np.ndim(array) if spec.shape.rank is None else list(spec.shape)
         for array, spec in zip(first, tf.nest.flatten(make.structure), strict=True)

@@ -27,8 +27,8 @@ Names = Sequence[str]
 class Preprocessing:
     """Computes cached samples from stored samples; traces the function like `tf.data.Dataset.map`.
 
-    `structure` has the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is a digest of the
-    graph and of all captured constants.
+    `structure` contains the nested `tf.TensorSpec`s of a cached sample. `fingerprint` is a digest
+    of the graph and of all captured constants.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Chains the tiers of a node: each serves its own samples, and requests others from the tier below.
 
 Think of the chain as memory -> decoded samples on a disk -> preprocessing -> stored samples on a
-disk -> source. Calls only go down: no tier knows the tier above it.
+disk -> source. Calls only go down: no tier calls the tier above it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class PreprocessingTier(Tier):
 class StoreTier(Tier):
     """Samples in a store, and missing samples from the tier below.
 
-    If `pool` is `None`, all samples are from the tier below. `hits` is the name of the counter of
+    If `pool` is `None`, all samples come from the tier below. `hits` is the name of the counter of
     samples found in the store.
     """
 
@@ -233,7 +233,7 @@ class StoreTier(Tier):
         for window in windows(indices):
             made, kept = self._fill(window)
             self.counts.add(unkept=len(window) - len(kept))
-            # Return no accepted samples, because a large fill would then hold them twice.
+            # Return no accepted samples, because memory would then hold a large fill twice.
             untaken |= {sample: arrays for sample, arrays in made.items() if sample not in kept}
         return untaken
 

@@ -29,7 +29,7 @@ def keras_layers(name):
     found = [layer for layer in built.layers if isinstance(layer, products)]
     kernels = Counter((tuple(layer.kernel.shape), flops_of(layer)) for layer in found)
     values = sum(math.prod(variable.shape) for variable in built.trainable_variables)
-    return kernels, values - biases_before_normalisation(found, built)
+    return kernels, values - biases_before_normalization(found, built)
 
 
 def flops_of(layer):
@@ -37,13 +37,13 @@ def flops_of(layer):
     return 2 * math.prod(layer.kernel.shape) * math.prod(positions)
 
 
-def biases_before_normalisation(found, built):
+def biases_before_normalization(found, built):
     """Counts biases that Keras's ResNets have before normalization and the paper's do not."""
-    normalised = any(isinstance(layer, keras.layers.BatchNormalization) for layer in built.layers)
+    normalized = any(isinstance(layer, keras.layers.BatchNormalization) for layer in built.layers)
     return sum(
         layer.filters
         for layer in found
-        if normalised and hasattr(layer, "filters") and layer.use_bias
+        if normalized and hasattr(layer, "filters") and layer.use_bias
     )
 
 
@@ -75,7 +75,7 @@ def test_every_kernel_and_its_flops_equal_those_of_keras(name):
         ("vgg19_22k", 143_667_240 + 4097 * (21_841 - 1000)),
     ],
 )
-def test_parameters_are_exactly_the_published_ones(name, parameters):
+def test_parameters_equal_the_published_numbers(name, parameters):
     # Theano-MPI counts GoogLeNet's two auxiliary heads: 1 x 1 x 128 after 4a and 4d, then 2048 x
     # 1024 and 1024 x 1000.
     assert model(name).parameters == parameters
@@ -89,7 +89,7 @@ def test_parameters_are_exactly_the_published_ones(name, parameters):
         ("gpt2", 124.44, 0.001),  # keras_hub.models.GPT2Backbone.from_preset("gpt2_base_en")
     ],
 )
-def test_parameters_are_near_the_published_ones(name, millions, tolerance):
+def test_parameters_are_near_the_published_numbers(name, millions, tolerance):
     assert model(name).parameters == pytest.approx(millions * 1e6, rel=tolerance)
 
 
@@ -102,7 +102,7 @@ def test_parameters_are_near_the_published_ones(name, millions, tolerance):
         ("resnet152", 11.3e9),
     ],
 )
-def test_flops_are_near_the_published_ones(name, multiply_adds):
+def test_flops_are_near_the_published_numbers(name, multiply_adds):
     assert model(name).flops / 2 == pytest.approx(multiply_adds, rel=0.06)
 
 
@@ -131,7 +131,7 @@ def test_flops_of_transformers_include_kernels_scores_and_logits():
         ("vgg19_22k", 32 / 34.8),
     ],
 )
-def test_steps_last_as_in_the_papers(name, step_s):
+def test_steps_take_as_long_as_in_the_papers(name, step_s):
     assert model(name).step_s == pytest.approx(step_s)
 
 
@@ -153,7 +153,7 @@ def test_layers_have_unique_names_valid_kernels_and_flops(name):
 
 
 @everywhere
-def test_times_of_layers_add_up_to_the_step(name):
+def test_times_of_layers_add_up_to_the_step_time(name):
     found = model(name)
     times = found.times()
     assert len(times) == len(found.layers)

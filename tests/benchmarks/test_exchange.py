@@ -87,7 +87,7 @@ def test_the_grid_has_the_largest_size_of_each_kind_within_limits():
         assert one in unshaped
     assert not exchange.is_within_limits("alltoall 67108864", "4x4", "unshaped")
     assert exchange.is_within_limits("alltoall 67108864", "4x2", "unshaped")
-    assert not exchange.is_within_limits("alltoall 67108864", "2x1", "100mbit"), "over 5 s"
+    assert not exchange.is_within_limits("alltoall 67108864", "2x1", "100mbit"), "takes over 5 s"
 
 
 def test_schemes_are_named_with_their_options():

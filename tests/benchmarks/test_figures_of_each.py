@@ -30,7 +30,7 @@ def test_the_median_interval_is_symmetric_and_covers_95_percent(count):
 
 
 @pytest.mark.parametrize("distribution", ["laplace", "cauchy", "mixture"])
-def test_selection_measures_ops(distribution, capsys):
+def test_selection_reports_recall_and_norm_of_each_op(distribution, capsys):
     figures = selection.run("ops", distribution, 5000, 0.01)
     assert figures["kept"]["exact"]["recall"] == figures["kept"]["dgc"]["recall"] == 1.0
     assert 0 < figures["kept"]["mstopk"]["norm"] <= figures["kept"]["exact"]["norm"] <= 1
@@ -39,7 +39,7 @@ def test_selection_measures_ops(distribution, capsys):
 
 
 @pytest.mark.slow
-def test_selection_measures_the_library():
+def test_selection_times_each_function_of_the_library():
     figures = selection.run("library", "laplace", 5000, 0.01)
     assert figures["k"] == 50
     assert all(
@@ -105,7 +105,7 @@ def test_parallel_norms_pay_off_beyond_the_crossover():
     assert len(norms.shapes("resnet50")) == 161
 
 
-def test_large_batches_are_compared_with_the_small_one(capsys):
+def test_large_batches_are_compared_with_the_small_batch(capsys):
     last = [0.99, 0.5, *(0.98 for _ in large_batch.RULES)][: len(large_batch.RULES)]
     runs = {rule: [0.9, accuracy] for rule, accuracy in zip(large_batch.RULES, last, strict=True)}
     large_batch.show(

@@ -90,7 +90,7 @@ def test_runs_resume_with_a_schedule_that_starts_at_zero(wire):
     check_resumes(wire, models.mlp, sgd, callbacks=[schedule])
 
 
-def test_a_fit_after_a_resumed_one_starts_at_epoch_0(wire):
+def test_a_fit_after_a_resumed_fit_starts_at_epoch_0(wire):
     folder = shared_folder(wire)
     checkpoint_job(models.mlp, folder, sgd, epochs=1)
     model, _ = checkpoint_job(models.mlp, folder, sgd, epochs=2)
@@ -234,7 +234,7 @@ def test_damaged_snapshots_are_skipped(wire):
         shutil.rmtree(saved)
 
 
-def test_checkpoint_of_another_model_is_refused(wire):
+def test_a_checkpoint_of_another_model_is_refused(wire):
     folder = shared_folder(wire)
     checkpoint_job(models.mlp, folder, sgd, epochs=1)
     with Raises(

@@ -1,4 +1,4 @@
-"""Sizes of the caches in tests, and the numbers of the samples in their batches."""
+"""Defines the sizes of the caches in tests, and finds the numbers of the samples in batches."""
 
 from tests import drawn
 

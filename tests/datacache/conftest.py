@@ -1,4 +1,4 @@
-"""Fixtures: a folder of images, and caches of these images."""
+"""Provides fixtures: a folder of images, and a function that opens caches."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Creates stores for tests, with samples that are reproducible from their index."""
+"""Creates stores for tests, with samples that are reproducible from their indices."""
 
 import json
 
@@ -79,7 +79,7 @@ def check_varying(pool, samples):
 
 
 def section(folder, name):
-    """Returns the offset of a section in the file of a store."""
+    """Returns the offset in bytes of a section in the file of a store."""
     path = folder / "datacache.store"
     line = path.read_bytes().partition(b"\n")[0] + b"\n"
     return len(line) + PoolSpec.from_dict(json.loads(line)["store"]).sections[name][0]

@@ -15,7 +15,7 @@ from tests import drawn
 from tests.datacache.caches import BATCH, SAMPLES, sample_numbers
 
 
-def test_epochs_are_exact_and_later_ones_read_nothing(images, opened):
+def test_epochs_contain_each_sample_once_and_only_the_first_reads_the_source(images, opened):
     cache = opened(images)
     data = cache.dataset(BATCH, seed=5)
     assert data.element_spec == (
@@ -35,7 +35,7 @@ def test_epochs_are_exact_and_later_ones_read_nothing(images, opened):
     assert sample_numbers(cache.dataset(BATCH, shuffle=False)) == list(range(SAMPLES))
 
 
-def test_a_restart_reads_nothing(images, opened):
+def test_a_restarted_job_does_not_read_the_source(images, opened):
     opened(images).warm(progress=False)
     cache = opened(images)
     assert sorted(sample_numbers(cache.dataset(BATCH))) == list(range(SAMPLES))
@@ -43,7 +43,7 @@ def test_a_restart_reads_nothing(images, opened):
 
 
 def test_batches_are_not_reused_while_referenced(images, opened):
-    """The memory is reused after all batches, and all arrays that view them, are released."""
+    """Memory is reused only after all batches, and all arrays that view it, are released."""
     data = opened(images).dataset(4, shuffle=False)
     held = [batch for _ in range(8) for batch in data]
     views = [memoryview(pixels) for pixels, _ in held]
@@ -114,7 +114,7 @@ def test_the_cache_replaces_the_cache_of_tf_data(tmp_path, opened, disk):
     batches = cache.dataset(BATCH)
     for _ in range(2):
         assert sorted(sample_numbers(batches)) == list(range(SAMPLES))
-    assert len(calls) == 2, "one pass for the shapes, and one for all samples"
+    assert len(calls) == 2, "one pass must read the shapes, and one pass all samples"
     few = opened(datacache.from_dataset(data, key="few"), None, budget=1000)
     with pytest.raises(
         Exception, match=r"must fit on a disk. Received: no space for element \d+ of the dataset"
@@ -161,7 +161,7 @@ def test_a_keras_pydataset_has_the_order_of_the_cache(images, opened):
         data.on_epoch_end()
 
 
-def test_random_access_returns_the_sample_with_a_number(images, opened):
+def test_random_access_returns_the_sample_at_an_index(images, opened):
     samples = opened(images).random_access()
     assert len(samples) == SAMPLES
     pixels, label = samples[11]

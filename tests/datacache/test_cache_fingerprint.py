@@ -1,4 +1,4 @@
-"""A fingerprint depends on source and function, but not on the process."""
+"""A fingerprint depends on source, function and version, but not on the process."""
 
 import logging
 

@@ -43,7 +43,7 @@ def test_iteration_resumes_at_the_position_of_training(images, opened):
 
 def test_a_position_requires_counted_batches(images, opened):
     cache = opened(images)
-    with pytest.raises(RuntimeError, match="A position belongs to a dataset"):
+    with pytest.raises(RuntimeError, match="A position requires a dataset"):
         cache.state_dict()
     data = cache.dataset(BATCH)
     assert cache.state_dict()["samples"] == 0
@@ -56,7 +56,7 @@ def test_positions_follow_derived_datasets(images, opened):
     cache = opened(images)
     with pytest.raises(
         RuntimeError,
-        match=r"A position belongs to a dataset .* Received: a cache with 0 datasets",
+        match=r"A position requires a dataset .* Received: a cache with 0 datasets",
     ):
         cache.begin_epoch(1)
     one = cache.dataset(8, seed=1)
@@ -88,8 +88,8 @@ def _as_float(pixels, label):
     return tf.cast(pixels, "float32"), label
 
 
-def _model_that_notes(seen, steps_per_execution):
-    """Returns a model that records all images that it trains on."""
+def _recording_model(seen, steps_per_execution):
+    """Returns a model that records the images of its training steps in `seen`."""
 
     def look(x, training=None):
         note = (
@@ -116,7 +116,7 @@ def _fitted(cache, kind="dataset", steps_per_execution=1, data=None, **arguments
         if kind == "dataset":
             data = data.map(_as_float)
 
-    model = _model_that_notes(seen, steps_per_execution)
+    model = _recording_model(seen, steps_per_execution)
     history = model.fit(data, verbose=0, shuffle=False, **arguments)
     pixels = [image.astype(np.uint8) for batch in seen for image in batch]
     return [

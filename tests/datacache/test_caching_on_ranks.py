@@ -1,4 +1,4 @@
-"""On ranks, nodes hold one copy, epochs have each sample once, and the source is read once."""
+"""Each node holds one copy, epochs contain each sample once, and the source is read once."""
 
 import gc
 import itertools
@@ -49,13 +49,13 @@ def _check_epochs(wire, cache, seed=3):
 
 
 @on_equal_nodes_too
-def test_epochs_are_exact_and_the_source_is_read_once(wire):
+def test_epochs_contain_each_sample_once_and_the_source_is_read_once(wire):
     with make_folder(wire) as folder:
         cache = _open(wire, folder)
         _check_epochs(wire, cache)
         reads = sum(_over_ranks(wire, cache.stats().source_reads))
-        # On each node, one rank may read the first sample to determine its size, and another one to
-        # create the store.
+        # On each node, one rank may read the first sample to determine its size, and another rank
+        # may read it to create the store.
         nodes = len(wire.topology.nodes)
         assert SAMPLES <= reads <= (SAMPLES if nodes == 1 else SAMPLES + 2 * nodes)
         assert cache._tiers.pool.slots == SAMPLES
@@ -293,7 +293,7 @@ class _Counting:
 
 
 @on_equal_nodes_too
-def test_exchanges_send_samples_lengths_and_requested_numbers(wire):
+def test_exchanges_send_samples_lengths_and_requested_indices(wire):
     counting, size, rank = _Counting(wire), wire.topology.size, wire.topology.rank
     samples = [
         drawn.decode(tf.io.encode_png(drawn.image(number)), tf.constant(1, tf.int64))

@@ -1,4 +1,4 @@
-"""`python -m datacache` lists, inspects and removes stores without disturbing jobs."""
+"""`python -m datacache` lists, verifies and removes stores without disturbing jobs."""
 
 import fcntl
 import os
@@ -54,7 +54,7 @@ def pools(tmp_path):
 
 
 def _state(root):
-    """Returns time and size of all files in a folder, to detect writes."""
+    """Returns modification time and size of all files in a folder, to detect writes."""
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_size) for path in [root, *root.rglob("*")]
     }

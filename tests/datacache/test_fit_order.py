@@ -48,7 +48,7 @@ def _trained(cache, data, callbacks=(), **arguments):
     model.compile("sgd", "mse", steps_per_execution=arguments.pop("steps_per_execution", 1))
     if arguments.pop("is_told", True):
         callbacks = [keras_callbacks.CachePosition(cache, data), *callbacks]
-    # `fit` warns if it should shuffle a dataset of tf.data.
+    # `fit` warns if it receives a dataset of tf.data and shuffle=True.
     arguments.setdefault("shuffle", isinstance(data, keras.utils.PyDataset))
     model.fit(data, verbose=0, callbacks=[*callbacks], **arguments)
     return seen
@@ -102,7 +102,7 @@ def test_a_job_killed_within_an_epoch_resumes(numbers, tmp_path, cut):
     with pytest.raises(KeyboardInterrupt):
         trained(Kill())
     expected = list(itertools.islice(_in_order(), 2 * (steps or STEPS)))
-    # The killed job trained this step but did not save it, so it is repeated.
+    # The killed job ran the third step without saving its result, so the new job repeats the step.
     assert trained() == expected[2:]
 
 
@@ -140,7 +140,7 @@ def test_prefetched_data_do_not_advance_the_position(numbers, ahead):
 
 
 def test_a_job_resumes_on_another_number_of_ranks():
-    """Two ranks train the last two samples in a third step, and four ranks in the second step."""
+    """Two ranks train on the last two samples in a third step, four ranks in the second step."""
     order = datacache.Order(samples=10, global_batch=4, shuffle=False)
     epochs = EpochIterator(order, rank=0, ranks=4)
     begin = order.after(datacache.Position(), 3, ranks=2)
@@ -229,7 +229,7 @@ def test_a_second_iteration_over_repeated_data_is_refused(numbers):
         _trained(cache, data, [peek], epochs=20, steps_per_epoch=STEPS)
 
 
-def test_a_custom_pydataset_may_wrap_that_of_the_cache(numbers):
+def test_a_custom_pydataset_may_wrap_a_pydataset_of_the_cache(numbers):
     """If `fit` shuffles the batches, each epoch still has exactly the batches of one epoch."""
 
     class Augmented(keras.utils.PyDataset):

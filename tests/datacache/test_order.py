@@ -66,7 +66,7 @@ def test_orders_differ_between_epochs_and_seeds_and_are_reproducible():
 def test_each_position_is_equally_likely():
     """Applies a chi-square test to the index of sample 0 in 8000 epochs of 8 samples.
 
-    The limit is that of 7 degrees of freedom at 99.99 %.
+    The limit is the 99.99 % quantile of the chi-square distribution with 7 degrees of freedom.
     """
     order = Order(samples=8, global_batch=8)
     places = np.bincount(

@@ -108,7 +108,7 @@ def test_batches_are_those_of_load(loader, mode):
 
 
 @pytest.mark.parametrize("leave_after", [0, 1, 2, 5])
-def test_no_stale_batches_after_a_switch(loader, leave_after):
+def test_a_new_pass_yields_no_batches_of_the_previous_pass(loader, leave_after):
     for first, second in itertools.permutations(MODES):
         training = loader.batches(first, itertools.count())
         for item in range(leave_after):
@@ -118,7 +118,7 @@ def test_no_stale_batches_after_a_switch(loader, leave_after):
         training.close()
 
 
-def test_a_second_pass_ends_the_first(loader):
+def test_a_second_pass_ends_the_first_pass(loader):
     training, validation = (loader.batches(mode, range(9)) for mode in MODES)
     next(training)
     next(validation)
@@ -330,7 +330,7 @@ def test_loaders_end_with_a_killed_training_process(tmp_path):
         process.kill()
     try:
         _until(lambda: _ended(idle) and _ended(busy))
-        assert not _ended(fork), "loaders must end although a forked child has their pipes"
+        assert not _ended(fork), "loaders must end although a forked child holds their pipes open"
     finally:
         os.kill(fork, signal.SIGKILL)
 

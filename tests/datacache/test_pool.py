@@ -143,5 +143,5 @@ def test_dates_are_refused():
         Layout.of([np.datetime64("2026-11-22")])
 
 
-def test_layouts_survive_json():
+def test_layouts_survive_a_round_trip_through_json():
     assert Layout.from_dict(json.loads(json.dumps(asdict(LAYOUT)))) == LAYOUT

@@ -12,7 +12,7 @@ from tests.datacache.pools import SAMPLES
 
 
 def _resident_kb(address):
-    """Returns the resident kB of the mapping that contains an address."""
+    """Returns the resident memory, in kB, of the mapping that contains an address."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     for line in lines:
         begin, is_range, end = line.partition(" ")[0].partition("-")

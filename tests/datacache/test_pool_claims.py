@@ -1,4 +1,4 @@
-"""Claims and locks have one owner, and end with the owner's process even if that is killed."""
+"""Claims and locks have one owner, and end with the owner's process, even if it is killed."""
 
 import multiprocessing
 import os

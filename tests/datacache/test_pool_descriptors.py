@@ -60,7 +60,7 @@ def test_a_failed_open_leaves_no_descriptors(tmp_path, monkeypatch, step):
     remove(tmp_path / "pool")
 
 
-def test_a_kept_exception_keeps_no_store_open(tmp_path, monkeypatch):
+def test_a_retained_exception_keeps_no_store_open(tmp_path, monkeypatch):
     """The frames of the exception's traceback refer to the arrays of the store."""
 
     def fails(*_):

@@ -87,7 +87,7 @@ def test_clearing_frees_space(tmp_path):
 
 
 def test_repaired_samples_are_appended(tmp_path):
-    """The repaired sample takes new space, because its offset or length may be corrupt."""
+    """The repaired sample occupies new space, because its old offset or length may be corrupt."""
     pool, other = fitting_pool(tmp_path, spare=2000), fitting_pool(tmp_path)
     assert fill_all(pool, range(SAMPLES))
     for step in range(8):

@@ -1,4 +1,4 @@
-"""Tests access by number to examples in TFRecord files, and files that are refused."""
+"""Tests access by index to examples in TFRecord files, and the refusal of invalid files."""
 
 import os
 

@@ -46,19 +46,19 @@ OTHER = "32 23 0:28 / {at}/cpu rw - cgroup cgroup rw,cpu\n25 24 0:23 / /dev/shm 
 CASES = {
     "machine": ("", "0::/", {}, 1434 * MB),
     "version 2": (V2, "0::/a/b", cgroup("cg/a/b", 100 * MB, 1000 * MB), 850 * MB),
-    "what caches of files hold": (
+    "caches of files": (
         V2,
         "0::/a",
         cgroup("cg/a", 700 * MB, 1000 * MB, files=300 * MB),
         550 * MB,
     ),
-    "a container around": (
+    "an enclosing container": (
         V2,
         "0::/a/b",
         cgroup("cg/a/b", 100 * MB, "max") | cgroup("cg/a", 500 * MB, 1000 * MB),
         450 * MB,
     ),
-    "at the mount": (V2, "0::/", cgroup("cg", 100 * MB, 300 * MB), 185 * MB),
+    "at the mount point": (V2, "0::/", cgroup("cg", 100 * MB, 300 * MB), 185 * MB),
     "full": (V2, "0::/a", cgroup("cg/a", 99 * MB, 100 * MB), 0),
     "version 1": (
         V1,
@@ -84,7 +84,7 @@ CASES = {
         cgroup("v1", 100 * MB, 1000 * MB, version=1),
         850 * MB,
     ),
-    "both": (
+    "both versions": (
         f"{V1}\n{V2}",
         "4:memory:/a\n0::/b",
         cgroup("v1/a", 100 * MB, 1000 * MB, version=1) | cgroup("cg/b", 1 * MB, 501 * MB),
@@ -161,7 +161,7 @@ def test_a_rebuilt_store_reuses_the_space_of_the_old_one(tmp_path, damage):
 
 @pytest.mark.parametrize("step", ["reserve", "plan"])
 def test_an_interrupted_creation_leaves_no_files(tmp_path, monkeypatch, step):
-    """The interruption comes while the store is planned, or while its file is reserved."""
+    """The interruption occurs while the store is planned, or while its file is reserved."""
 
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -106,7 +106,7 @@ def test_sources_are_distinguished_by_their_contents(tmp_path, make):
 
 def test_files_changed_since_listing_are_refused(tmp_path):
     root = _written(tmp_path / "images", *(f"a/{number}.png" for number in range(1, 7)))
-    # A copy with the same size and time is still another file.
+    # A copy with the same size and time has another inode.
     for folder in (root, tmp_path / "new"):
         _written(folder, "a/5.png")
         os.utime(folder / "a/5.png", ns=(10**18, 10**18))
@@ -124,7 +124,7 @@ def test_files_changed_since_listing_are_refused(tmp_path):
             source.read(number - 1)
     with pytest.raises(OSError, match="No such file"):
         source.read(2)
-    assert source.read(3)[0].item() == b"a/4.png", "must be unchanged"
+    assert source.read(3)[0].item() == b"a/4.png", "a file that moved and returned is unchanged"
 
 
 def test_folders_may_have_no_labels(tmp_path):

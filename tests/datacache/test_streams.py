@@ -1,4 +1,4 @@
-"""A dataset that is a source must yield the same samples in each pass; others are refused."""
+"""A dataset as a source must yield the same samples in each pass, and is otherwise refused."""
 
 import logging
 import os
@@ -81,7 +81,7 @@ def test_an_order_drawn_in_python_is_refused(opened):
     data = tf.data.Dataset.from_generator(_drawn, output_signature=tf.TensorSpec([], tf.int64))
     data = data.apply(tf.data.experimental.assert_cardinality(SAMPLES))
     cache = opened(datacache.from_dataset(data, key="drawn by Python"), None)
-    with pytest.raises(Exception, match=r"Received: a different element \d than in the first"):
+    with pytest.raises(Exception, match=r"Received: element \d, which differs from the first"):
         list(cache.dataset(5, shuffle=False))
     assert cache._tiers.pool.filled <= 4
 

@@ -113,7 +113,7 @@ def _key(sample):
 
 
 @pytest.mark.parametrize("split", ["train", "train[2:7]"])
-def test_epochs_are_exact(builder, tmp_path, split):
+def test_each_epoch_contains_each_sample_once(builder, tmp_path, split):
     cache = datacache.Cache(
         datacache.from_tfds(builder, split), memory=tmp_path / "memory", disk=tmp_path / "disk"
     )
@@ -235,7 +235,7 @@ def test_samples_missing_from_truncated_shards_are_named(own, tmp_path, monkeypa
             wrong.append(number)
     in_shard = own.info.splits["train"].file_instructions[1].take
     assert wrong
-    assert wrong == list(range(wrong[0], first + in_shard)), "not all later samples"
+    assert wrong == list(range(wrong[0], first + in_shard)), "all later samples must be missing"
     with pytest.raises(Exception, match=rf"Received: .*{path.name}, (4 times|changed or replaced)"):
         list(cache.dataset(5))
     cache.close()

@@ -179,7 +179,7 @@ def test_kills_repeat_only_reads_in_flight(tmp_path):
     check_epoch(reader, 99)
     assert reader.tiers.counts.now().healed == 0
     assert _reads(tmp_path) > SAMPLES, "at least one kill must interrupt a read"
-    _check_what_was_read_again(tmp_path)
+    _check_repeated_reads(tmp_path)
     reader.close()
 
 
@@ -194,7 +194,7 @@ def _permit_until_dead(permits, job):
         permits.release()
 
 
-def _check_what_was_read_again(folder):
+def _check_repeated_reads(folder):
     """Checks that only the last samples of a killed job were read again, each once per job."""
     log = np.fromfile(folder / "log", READ)
     last = {job: set(log["sample"][log["job"] == job][-BATCH:]) for job in set(log["job"])}
@@ -260,7 +260,7 @@ def test_a_small_tier_is_filled_and_other_samples_are_read_through(tmp_path, slo
 
 
 def test_clearing_does_not_disturb_other_processes(tmp_path):
-    """Processes read whole samples and regenerate cleared ones; in the end, the store holds all."""
+    """Processes read whole samples and regenerate cleared samples; finally the store is full."""
     reader, other = (
         open_reader(tmp_path, heap_bytes=24_000),
         open_reader(tmp_path, heap_bytes=24_000),

@@ -12,7 +12,7 @@ TRAIN, TEST, SIZE = 30, 20, 16
 
 @pytest.fixture(scope="module")
 def example():
-    """Yields the modules of the example, which lie next to its script."""
+    """Yields the modules of the example, which are in the folder of its script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples"))
         from data import draw_shapes

@@ -68,7 +68,7 @@ def _samples(images, found, source):
 
 
 @pytest.mark.parametrize("form", [lambda folder, target: str(folder), _as_records, _as_tfds])
-def test_all_formats_give_the_same_images(example, drawn, tmp_path, form):
+def test_all_formats_yield_the_same_images(example, drawn, tmp_path, form):
     images = example.images
     found = images.open_images(form(drawn, tmp_path))
     for part, source in (("train", found.train), ("test", found.test)):
