@@ -49,7 +49,7 @@ def _images(count):
     return images, generator.integers(0, models.CLASSES, count)
 
 
-def _check(wire, build, data, make_optimizer, schemes):
+def _check(wire, build, data, make_optimizer, schemes, **options):
     """Checks that ranks are equal, and that exact schemes give the weights of one process."""
     start = build()
     reference = train_alone(models.copy(build, start), data, make_optimizer())
@@ -60,7 +60,7 @@ def _check(wire, build, data, make_optimizer, schemes):
     )
     for scheme in schemes:
         model = models.copy(build, start)
-        model.compile(optimizer=distributed(make_optimizer(), scheme=scheme), loss=models.LOSS)
+        model.compile(optimizer=distributed(make_optimizer(), scheme, **options), loss=models.LOSS)
         model.fit(mine, shuffle=False, verbose=0)
         same_on_all_ranks(
             [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)], wire
@@ -71,6 +71,11 @@ def _check(wire, build, data, make_optimizer, schemes):
 
 def test_bert_trains_as_in_one_process(wire):
     _check(wire, bert, make_texts(STEPS * BATCH), sgd, ("hybcomm", "factors"))
+
+
+@pytest.mark.parametrize("build", [bert, gemma_with_lora])
+def test_models_compiled_by_xla_train_as_in_one_process(wire, build):
+    _check(wire, build, make_texts(STEPS * BATCH), sgd, ("allreduce",), xla_segments=2)
 
 
 def test_vit_trains_as_in_one_process(wire):
