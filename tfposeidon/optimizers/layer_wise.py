@@ -25,9 +25,9 @@ Exclude = Sequence[str] | None
 """Type of the argument `exclude` of `LARS` and `LAMB`."""
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
-"""Function from variables, and a row of tensors for each, to the Euclidean norms of the tensors.
+"""Function of variables and a row of tensors for each, which returns the tensors' Euclidean norms.
 
-The norms are `[variables, tensors of a row]`; rows have equal lengths.
+The norms have shape `[variables, tensors of a row]`; rows have equal lengths.
 """
 
 
@@ -135,7 +135,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def _build_state(self, variables: Sequence[Any]) -> None:
-        """Creates the moments of all variables."""
+        """Creates the optimizer's state for all variables."""
 
     @property
     def excluded(self) -> list[int]:

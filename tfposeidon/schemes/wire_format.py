@@ -36,7 +36,7 @@ class WithWireDtype:
 def check_wire_dtype(
     wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = ""
 ) -> None:
-    """Refuses a dtype in which values cannot be sent, with an error that ends with `remedy`."""
+    """Raises `ValueError`, which ends with `remedy`, if values cannot be sent in a dtype."""
     if wire_dtype is not None and wire_dtype not in allowed:
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
