@@ -1,8 +1,8 @@
 """Reads the job of a process from the environment variables of its platform.
 
 Think of each source as a function from variables to a `Job`. `find` returns the job of the first
-complete source with several processes. This module takes the variables as a mapping: it does not
-read the environment.
+complete source with several processes. This module receives the variables as a mapping, and does
+not read the environment.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def find(variables: Variables) -> Job | None:
 
 
 def jobs(variables: Variables) -> Iterator[Job | ValueError | str]:
-    """Yields the job, the contradiction or a text with the missing variables of each source."""
+    """Yields each source's job, or its contradiction as an error, or text on missing variables."""
     for name, names, read in SOURCES:
         missing = [one for one in names if not variables.get(one)]
         if missing[:2] == [*names[:2]]:
@@ -159,7 +159,7 @@ def derived_ports(identity: str) -> tuple[int, ...]:
 
 
 def with_settings(job: Job, variables: Variables) -> Job:
-    """Returns a job with the host and port that the user has set; refuses IPv6 addresses."""
+    """Returns a job with the user's host and port; raises `ValueError` for an IPv6 address."""
     host = variables.get(HOST) or job.host
     ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
     if ":" in host and job.size > 1:
@@ -297,7 +297,7 @@ def _slurm(variables: Variables) -> Job | None:
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     identity = f"SLURM {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']} restart {restarts}"
     nodes, node = variables["SLURM_STEP_NODELIST"], variables.get("SLURMD_NODENAME", "")
-    # Accept any word in the place of brackets, because SLURM does not always count in decimals.
+    # Accept any word in place of brackets, because SLURM does not always number nodes in decimal.
     if node and not re.fullmatch(re.sub(r"\[.*?\]", r"\\w+", nodes).replace(",", "|"), node):
         raise ValueError(
             f"SLURMD_NODENAME must be in SLURM_STEP_NODELIST. Received: {node!r} and {nodes!r}. "
