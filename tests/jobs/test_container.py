@@ -34,7 +34,7 @@ def _script(root):
 
 
 def _compiled(folder):
-    """Yields commands that copy compiled libraries to where a build reuses them."""
+    """Yields commands that copy compiled libraries to the folder whose files a build reuses."""
     for library in ("tfposeidon/native/_ops.so", "datacache/native/_records.so"):
         yield f"install -D {ROOT / library} {folder / library}"
         # The library must be newer than the joined sources, which each build writes.

@@ -188,7 +188,7 @@ def test_faults_occur_at_the_requested_time(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_lab_leaves_no_processes_or_namespaces(number):
-    """The signal is SIGINT or SIGKILL. A second lab that runs at the same time is not affected."""
+    """A second lab that runs at the same time is not affected."""
     other = probe("--nodes 2", "tick", background=True)
     process = probe("--nodes 2 --inter 10mbit", "wait", background=True)
     for line in process.stdout:

@@ -134,7 +134,7 @@ def is_reached(mine, token):
     return isinstance(rendezvous.reach(mine, token), Client)
 
 
-def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
+def test_a_second_rank_0_uses_the_store_of_the_first(server, monkeypatch):
     """It does not start a second store, and the error names both processes."""
     monkeypatch.setattr(store, "start_process", None)
     server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
