@@ -142,7 +142,7 @@ def test_links_within_a_node_have_the_requested_rate():
 
 @pytest.mark.parametrize(("connections", "rate"), [(1, 5e7), (2, 4e7)])
 def test_each_connection_has_its_own_limit(connections, rate):
-    """Two connections share the link, which is less than twice as fast as the limit of one."""
+    """Two connections also share the link, whose rate is less than twice the limit of one."""
     for _ in range(TRIES):
         done = probe(
             "--nodes 2 --inter 80mbit --flow 50mbit", "connections", connections, 4_000_000

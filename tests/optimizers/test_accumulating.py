@@ -1,4 +1,4 @@
-"""Keras accumulates gradients: the inner optimizer receives every call, as it does alone."""
+"""Keras accumulates gradients: the inner optimizer receives every call, as without a wrapper."""
 
 import keras
 import numpy as np

@@ -90,7 +90,7 @@ def test_training_on_one_rank_equals_training_by_keras(kind, options):
 
 
 def test_callbacks_of_keras_set_each_learning_rate():
-    """There is no loss scale, with which these callbacks would find only a single rate."""
+    """The model has no loss scale, because with one, these callbacks find only a single rate."""
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
     halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)

@@ -202,7 +202,7 @@ def test_a_host_without_an_address_is_named(server):
 
 
 def test_a_store_answers_at_any_loopback_address(monkeypatch):
-    """On Debian, a host's own name resolves to 127.0.1.1, where its node finds the store, too."""
+    """On Debian, a host's name resolves to 127.0.1.1, so its ranks must find the store there."""
     found = store.listen("127.0.1.1", (0,), IDENTITY, "secret")
     with found.serving():
         there = job(found, host="127.0.1.1")

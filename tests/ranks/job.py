@@ -16,7 +16,7 @@ POLL_S = 0.1
 START_S = 600
 """Limit for ranks that do not start, or do not reach the next test."""
 GRACE_S = 30
-"""Limit for other ranks after one rank failed the test; later they wait for it in vain."""
+"""Limit for the other ranks after one rank failed the test, because they may wait for that rank."""
 STACKS_S = 5
 """Time to write stacks, in addition to the limit of a test."""
 END_S = 300

@@ -1,4 +1,4 @@
-"""Failing tests and others for tests/jobs/test_ranks.py; pytest collects them only by name."""
+"""Tests that pass, fail or hang, for tests/jobs/test_ranks.py; pytest collects them only by name."""
 
 import os
 import signal
