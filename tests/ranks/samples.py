@@ -1,4 +1,4 @@
-"""Tests that pass, fail or hang, for tests/jobs/test_ranks.py; pytest collects them only by name."""
+"""Tests that pass, fail or hang, for tests/jobs/test_ranks.py; pytest must receive their path."""
 
 import os
 import signal

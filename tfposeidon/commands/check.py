@@ -203,7 +203,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about `gpus` GPUs, which TensorFlow has found; it must be loaded."""
+    """Returns table rows about `gpus` GPUs that TensorFlow has found; it must be loaded."""
     tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
     if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]

@@ -188,13 +188,13 @@ OPTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "loss": (parse_share, "SHARE", "share of lost packets, such as 0.1%%"),
     "slow": (_slow, "NODE=RATE", "rate of one node's link, such as 1=50mbit; repeatable"),
 }
-"""Readers, forms and help texts of options that set fields of `Cluster`."""
+"""Parsers, value formats and help texts of options that set fields of `Cluster`."""
 FAULTS = {
     "kill": ("RANK@SECONDS", "kill a rank"),
     "stop": ("RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
     "cut": ("NODE@SECONDS", "cut a node's link permanently"),
 }
-"""Forms and help texts of options that cause faults."""
+"""Value formats and help texts of options that cause faults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -85,7 +85,7 @@ class Traffic:
     """Traffic over one node's link, headers included, as seen from the node.
 
     With delay or jitter, each frame of up to 64 kB that arrives at a node counts as one packet.
-    Shares are fractions of the link's capacity one way, or `None` if it is unshaped.
+    Shares are fractions of the link's capacity in a direction, or `None` if it is unshaped.
     `dropped_packets` counts packets that full queues dropped in either direction, and packets that
     the delaying process did not read in time.
     """

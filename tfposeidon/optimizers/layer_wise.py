@@ -45,8 +45,8 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     >>> excluded_indices(None, [kernel, bias]), excluded_indices(["kernel"], [kernel, bias])
     (frozenset({1}), frozenset({0}))
     """
-    # Apply the rule to shape and path of the whole variable, because a shard owner stores only a
-    # flat part of the variable.
+    # Use the shape and path of the whole variable, because a shard owner stores only a flat part of
+    # the variable.
     variables = [getattr(variable, "whole", variable) for variable in variables]
     paths = list(map(path_of, variables))
     if exclude is None:
@@ -171,7 +171,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         with tf.device(variable.device):
             return self.add_variable(variable.shape, initializer, dtype, name=name)
 
-    # ------------------------------------------------------------------ the rule
+    # ------------------------------------------------------------------ update
 
     @abc.abstractmethod
     def _direction(
@@ -191,7 +191,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         self.assign_sub(variable, step)
 
     def _decay_of(self, variable: Any) -> float:
-        # Keras's `exclude_from_weight_decay` disables only the decay, `exclude` also the ratio.
+        # Keras's `exclude_from_weight_decay` disables only the decay; `exclude` disables both.
         decays = not self._is_excluded(variable) and self._use_weight_decay(variable)
         return self.weight_decay if decays else 0.0
 

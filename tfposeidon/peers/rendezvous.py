@@ -35,7 +35,7 @@ BIND_S = 15.0
 """Time to wait for a port that the store of an earlier start may still hold."""
 
 MEMBER = "TFPOSEIDON_MEMBER"
-"""Variable with the rank's process and store; `_refuse_child` detects child processes with it."""
+"""Variable with the rank's process and store, by which `_refuse_child` detects child processes."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INTERFACE = "HOROVOD_GLOO_IFACE"
@@ -141,7 +141,7 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
 
 
 def reach(job: Job, token: str | None) -> Client | str:
-    """Returns a client of the job's store, or, if no port has it, text with the problems."""
+    """Returns a client of the job's store, or text with the problems of all ports."""
     prefix, problems = store.prefix_of(job.identity, token), []
     for port in job.ports:
         where = f"{job.host}:{port}"

@@ -192,7 +192,7 @@ def environments(
     first, count = sum(counts[: job.rank]), counts[job.rank]
     for index in range(count):
         own = Job("tfposeidon run", first + index, *place, node=f"node {job.rank}", has_store=True)
-        # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
+        # Ranks that share GPUs see all GPUs, which tfposeidon.init() counts and assigns.
         visible = {sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}
         # An empty variable counts as unset. Do not buffer output, so that `run` prints each line
         # immediately.

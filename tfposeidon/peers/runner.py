@@ -171,7 +171,7 @@ class Runner:
             task.cancel()
         if log:
             log.close()
-        # End the child processes that the rank has not ended itself.
+        # End child processes that outlive the rank.
         rank.signal(signal.SIGKILL)
         if failed_first:
             self._fail(rank)

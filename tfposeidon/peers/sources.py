@@ -40,10 +40,10 @@ class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
 
     The store is at `host`, at the first usable of `ports`. `identity` differs between all jobs
-    that run at the same time. `node` is this process's node, and `members` names all processes in
-    messages, if the source gives them. With `one_per_node`, each process may start a rank per GPU;
-    with `has_store`, the process that set the variables runs the store. `unit` is "rank" or "node",
-    and `hint` is a remedy for messages about missing processes.
+    that run at the same time. `node` is this process's node, and `members` are the addresses of all
+    processes for messages; both may be empty. With `one_per_node`, each process may start a rank
+    per GPU; with `has_store`, the process that set the variables runs the store. `unit` is "rank"
+    or "node", and `hint` is a remedy for messages about missing processes.
     """
 
     source: str

@@ -145,7 +145,7 @@ class Transfer:
         }
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns steps, and the bytes that `topology.rank` sends in its node and across nodes."""
+        """Returns the steps, and the bytes that `topology.rank` sends in its node and across."""
         messages, node = self.messages(topology.rank), topology.node.ranks
         within = sum((size for peer, size in messages.items() if peer in node), 0.0)
         cross = sum(messages.values()) - within
@@ -239,7 +239,7 @@ def scatter_sum(
 
     Args:
       vector: Vector to sum, `[sum(shards.lengths)]` floating point.
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       wire: Collectives of the job.
       name: Name of the collective, the same on every rank.
       wire_dtype: Dtype in which values are sent; `None` for the vector's own.
@@ -268,7 +268,7 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
 
     Args:
       encoded: Shard of this rank, `[own length]`, in the dtype that is sent.
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       wire: Collectives of the job.
       name: Name of the collective, the same on every rank.
 
@@ -286,7 +286,7 @@ def scatter_sum_stages(
     """Describes `scatter_sum`: P - 1 messages of a shard each, whose values are then summed.
 
     Args:
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       itemsize: Size in bytes of an element in the vector's own dtype.
       topology: Topology of the job; `topology.rank` is the rank described.
       wire_dtype: Dtype in which values are sent; `None` for the vector's own.
@@ -313,7 +313,7 @@ def gather_stages(
     """Describes `gather`: P - 1 messages of a shard each.
 
     Args:
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       itemsize: Size in bytes of an element in the vector's own dtype.
       wire_dtype: Dtype in which values are sent; `None` for the vector's own.
       name: Name of the collective.

@@ -94,7 +94,7 @@ def pack_pairs(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) ->
 def unpack_pairs(
     packed: tf.Tensor, groups: Sequence[tuple[int, Any, int]], wire_dtype: str | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Inverts `pack_pairs` for runs of messages; also returns how many pairs each message has.
+    """Inverts `pack_pairs` for runs of messages; also returns each message's number of pairs.
 
     Each of `groups` describes a run of messages of one length: the number of messages, the number
     of pairs in each, and an offset to add to the indices. The returned counts are int64.
