@@ -63,4 +63,4 @@ def as_a_script():
 def test_the_steps_of_the_container_file_run(outcome):
     done = outcome
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "sums are right on all 2 rank(s)" in done.stdout, done.stdout[-4000:]
+    assert "averages are correct on all 2 rank(s)" in done.stdout, done.stdout[-4000:]

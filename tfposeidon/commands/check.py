@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
         ranks_here = launcher.ranks_of_node() or topology.node.size
         rows += [*horovod_build(ranks_here), ("topology", str(topology))]
         _require_averages()
-        rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
+        rows.append(("collective", f"averages are correct on all {topology.size} rank(s)"))
         if options.network:
             rows += _measured_links(topology, options.network)
     except (ImportError, OSError, ValueError, RuntimeError) as error:

@@ -145,7 +145,7 @@ class Transfer:
         }
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns the steps, and the bytes that `topology.rank` sends in its node and across."""
+        """Returns the steps, and the bytes that `topology.rank` sends within and across nodes."""
         messages, node = self.messages(topology.rank), topology.node.ranks
         within = sum((size for peer, size in messages.items() if peer in node), 0.0)
         cross = sum(messages.values()) - within
