@@ -311,7 +311,7 @@ BAD_LARS = [
     ({"exclude": [3]}, r"Received: exclude=\[3\]"),
     (
         {"exclude": ["("]},
-        r"`exclude` must hold regular expressions\. Received: exclude=\['\('\].* Escape it",
+        r"`exclude` must be a list of valid patterns\. Received: exclude=\['\('\].* Escape it",
     ),
 ]
 BAD_LAMB = [

@@ -80,7 +80,7 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, in "
+                f"`exclude` must be a list of valid patterns. Received: exclude={patterns!r}, in "
                 f"which {pattern!r} is invalid: {error}. Escape it with re.escape."
             ) from error
     return tuple(patterns)

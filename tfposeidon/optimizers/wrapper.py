@@ -266,7 +266,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         )
         if wanted != given:
             raise ValueError(
-                "`weights` must hold one array for each of the optimizer's variables, with "
+                "`weights` must contain one array for each of the optimizer's variables, with "
                 f"shapes {wanted}. Received: shapes {given}. Pass the values of `variables` of an "
                 "optimizer of the same kind."
             )

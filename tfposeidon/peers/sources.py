@@ -283,7 +283,7 @@ def _keras(variables: Variables) -> Job:
     size = _integer(variables, count) if variables.get(count) else len(addresses)
     if len(addresses) not in (1, size):
         raise ValueError(
-            "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES must list the addresses of all processes, or of the "
             f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Set one "
             f"address or {size}."
         )
