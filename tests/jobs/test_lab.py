@@ -37,7 +37,7 @@ def test_ranks_receive_the_environment_of_horovodrun():
         if line.startswith("[") and "{" in line:
             found[int(line[1])] = json.loads(line[4:])
     expected = [
-        # rank: local rank, cross rank, host
+        # Each rank has a local rank, a cross rank and a host.
         (0, 0, "node0"),
         (1, 0, "node0"),
         (0, 1, "node1"),

@@ -181,9 +181,9 @@ void check_float16(const InnerLoops& loops) {
 void check_bfloat16(const InnerLoops& loops) {
   for (int i = 0; i < 200'000; ++i) {
     uint32_t bits = static_cast<uint32_t>(generator());
-    if (i % 8 == 0) bits &= 0x807fffff;                   // denormals
-    if (i % 8 == 1) bits = (bits & 0xffff0000) | 0x8000;  // ties
-    if (i % 8 == 2) bits |= 0x7f800000;                   // not finite
+    if (i % 8 == 0) bits &= 0x807fffff;                   // Draw a denormal.
+    if (i % 8 == 1) bits = (bits & 0xffff0000) | 0x8000;  // Draw a tie.
+    if (i % 8 == 2) bits |= 0x7f800000;                   // Draw an infinity or a NaN.
     const Floats x(33, float_of(bits));
     std::vector<uint16_t> out(33);
     Floats back(33);

@@ -57,7 +57,7 @@ CLASS_OF_PACKET = ",".join(
     [
         "4",
         f"40 0 0 {2**32 - 2**20 + 2}",  # A = total length of the IPv4 packet
-        f"37 0 1 {LONGEST_WITHOUT_DATA}",  # if A > limit go on, else skip one
+        f"37 0 1 {LONGEST_WITHOUT_DATA}",  # if A <= limit, skip the next instruction
         f"6 0 0 {0x10003}",  # return 1:3
         f"6 0 0 {0x10002}",  # return 1:2
     ]
