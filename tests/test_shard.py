@@ -273,7 +273,7 @@ def test_each_rank_writes_its_own_cache_file(tmp_path):
     ("data", "received"),
     [
         (lambda: Dataset.range(N).shuffle(N).take(9), "TakeDataset, which depends on the order of"),
-        (lambda: Dataset.range(N).cache("file").take(9), "a file cache up to TakeDataset"),
+        (lambda: Dataset.range(N).cache("file").take(9), "a file cache in TakeDataset or an"),
         (lambda: Dataset.zip(Dataset.range(N).shuffle(N), Dataset.range(N)), "ZipDataset"),
         (lambda: Dataset.range(N).filter(_kept).take(9), "TakeDataset, which depends on the order"),
         (lambda: Dataset.sample_from_datasets([Dataset.range(N)] * 2), "DirectedInterleave"),

@@ -65,13 +65,13 @@ def _check(say, size):
     lines = [re.sub(r"^\[.*?>: ?", "", line).strip() for line in done.stdout.splitlines()]
     shown = r"^(tensorflow|horovod with|GPUs|NVIDIA|CUDA|cuDNN|NCCL|native|tfposeidon check:|PROB)"
     say(f"exit {done.returncode}", *(f"/ {line}" for line in lines if re.match(shown, line)))
-    expected = "sums are right"
+    expected = "averages are correct"
     if len(gpus()) >= size and not hvd.nccl_built():
         expected = "Horovod must be built with NCCL"
     elif 0 < len(gpus()) < size and hvd.nccl_built():
         expected = "NCCL requires one GPU per rank"
     assert expected in done.stdout, done.stdout[-500:]
-    assert (done.returncode == 0) == (expected == "sums are right"), done.returncode
+    assert (done.returncode == 0) == (expected == "averages are correct"), done.returncode
 
 
 def nccl(checks):

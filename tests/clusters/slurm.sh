@@ -49,4 +49,4 @@ cat /mnt/batch.txt
 grep -c "of 2 rank(s).*sum 1" /mnt/step.txt | grep -qx 2
 grep -c "of 2 rank(s).*sum 1" /mnt/run.txt | grep -qx 2
 grep -q "rank 0 of 1 rank(s)" /mnt/batch.txt    # a batch script is one process
-echo "ranks under SLURM are right"
+echo "all jobs under SLURM have the expected ranks"

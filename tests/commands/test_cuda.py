@@ -53,7 +53,7 @@ def test_an_explicit_toolkit_has_precedence(monkeypatch, tmp_path):
     assert found.static_runtime == tmp_path / "named" / "lib64" / "libcudart_static.a"
 
 
-def test_a_script_that_calls_nvcc_leads_to_its_toolkit(monkeypatch, tmp_path):
+def test_the_toolkit_of_a_script_that_calls_nvcc_is_found(monkeypatch, tmp_path):
     real = toolkit_in(tmp_path / "cuda")
     script = tmp_path / "bin" / "nvcc"
     script.parent.mkdir()

@@ -76,7 +76,7 @@ def test_the_native_library_names_its_tensorflow(tmp_path):
     assert install.built_for(tmp_path / "missing.so") is None
 
 
-def test_the_package_declares_the_same_versions():
+def test_the_package_declares_the_supported_versions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     last = int(versions.PYTHON[-1].split(".")[1])
     assert project["requires-python"] == f">={versions.PYTHON[0]},<3.{last + 1}"
@@ -146,7 +146,7 @@ def test_gpu_builds_use_cuda_and_nccl(monkeypatch, gpu_parts):
         ((13, 0), "tensorflow-cpu 2.21.0", None, False),
     ],
 )
-def test_a_driver_and_tensorflow_determine_the_default(
+def test_a_driver_and_tensorflow_determine_the_default_of_cuda(
     monkeypatch, driver, tensorflow, cuda_of_it, for_gpus
 ):
     monkeypatch.setattr(cuda, "driver_version", lambda: driver)
@@ -198,7 +198,7 @@ def test_missing_tools_are_named(monkeypatch):
         install.require_build_tools()
 
 
-def test_horovod_needs_tensorflow_first(monkeypatch):
+def test_horovod_requires_an_installed_tensorflow(monkeypatch):
     monkeypatch.setattr(install, "_tensorflow_version", lambda: None)
     with pytest.raises(InstallError, match="Run: python -m tfposeidon install"):
         install.install_horovod(False)

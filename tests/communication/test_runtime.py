@@ -229,7 +229,7 @@ def test_check_reports(capsys, monkeypatch):
     assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 0
     said = capsys.readouterr().out
     assert f"tensorflow    {tf.__version__}" in said
-    assert "sums are right on all 1 rank(s)" in said
+    assert "averages are correct on all 1 rank(s)" in said
     assert "TF_CONFIG: rank 0 of 1; TrainJob lacks PET_NODE_RANK" in said
     assert "separates jobs but is not secret" in said
 

@@ -30,7 +30,7 @@ def checkpoint_job(
     resume=True,
     **fit,
 ):
-    """Trains a new or the given model, with the same data in the same order each time."""
+    """Trains a new model or the given one, with the same data in the same order each time."""
     if model is None:
         keras.utils.clear_session(free_memory=False)
         keras.utils.set_random_seed(5)

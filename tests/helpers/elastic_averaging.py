@@ -26,7 +26,7 @@ def elastic_share(data):
 
 
 def step_count(count, epochs=1):
-    """Returns the steps of each worker for this number of samples."""
+    """Returns the number of steps that each worker takes for a number of samples."""
     assert count % (BATCH * tp.workers().size) == 0
     return epochs * count // tp.workers().size // BATCH
 

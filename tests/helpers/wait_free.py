@@ -1,4 +1,4 @@
-"""Traces train steps, and finds which collectives wait for which."""
+"""Traces train steps, and finds the collectives for which each collective waits."""
 
 import tensorflow as tf
 

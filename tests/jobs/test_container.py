@@ -34,7 +34,7 @@ def _script(root):
 
 
 def _compiled(folder):
-    """Yields commands that copy compiled libraries to where a build reuses them."""
+    """Yields commands that copy compiled libraries to the folder whose files a build reuses."""
     for library in ("tfposeidon/native/_ops.so", "datacache/native/_records.so"):
         yield f"install -D {ROOT / library} {folder / library}"
         # The library must be newer than the joined sources, which each build writes.
@@ -63,4 +63,4 @@ def as_a_script():
 def test_the_steps_of_the_container_file_run(outcome):
     done = outcome
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "sums are right on all 2 rank(s)" in done.stdout, done.stdout[-4000:]
+    assert "averages are correct on all 2 rank(s)" in done.stdout, done.stdout[-4000:]

@@ -49,7 +49,7 @@ def test_a_failure_of_one_rank_ends_the_job(trouble, outcome):
     for text in EXPECTED[trouble]:
         assert text in last, done.stdout
     assert "the job went on" not in done.stdout
-    # Horovod itself reports the stall, which requires the third patch.
+    # Horovod itself reports the stall, which requires the patch of gloo_controller.cc.
     assert ("1!: [tp0." in done.stdout) == (trouble == "late"), done.stdout
     _check_gone(done.stdout)
 

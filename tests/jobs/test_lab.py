@@ -37,7 +37,7 @@ def test_ranks_receive_the_environment_of_horovodrun():
         if line.startswith("[") and "{" in line:
             found[int(line[1])] = json.loads(line[4:])
     expected = [
-        # rank: local rank, cross rank, host
+        # Each rank has a local rank, a cross rank and a host.
         (0, 0, "node0"),
         (1, 0, "node0"),
         (0, 1, "node1"),
@@ -142,7 +142,7 @@ def test_links_within_a_node_have_the_requested_rate():
 
 @pytest.mark.parametrize(("connections", "rate"), [(1, 5e7), (2, 4e7)])
 def test_each_connection_has_its_own_limit(connections, rate):
-    """Two connections share the link, which is less than twice as fast as the limit of one."""
+    """Two connections also share the link, whose rate is less than twice the limit of one."""
     for _ in range(TRIES):
         done = probe(
             "--nodes 2 --inter 80mbit --flow 50mbit", "connections", connections, 4_000_000
@@ -188,7 +188,7 @@ def test_faults_occur_at_the_requested_time(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_ended_lab_leaves_no_processes_or_namespaces(number):
-    """The signal is SIGINT or SIGKILL. A second lab that runs at the same time is not affected."""
+    """A second lab that runs at the same time is not affected."""
     other = probe("--nodes 2", "tick", background=True)
     process = probe("--nodes 2 --inter 10mbit", "wait", background=True)
     for line in process.stdout:

@@ -33,7 +33,7 @@ def answers(worker, systems):
 
 
 def check(answer, sent_bytes):
-    """Checks that there are times, and that each node sent this number of bytes to within 5 %."""
+    """Checks that all steps were timed, and that a node sent these bytes to within 5 %."""
     assert "error" not in answer, answer["error"]
     assert len(answer["step_s"]) == 4
     assert min(answer["step_s"]) > 0

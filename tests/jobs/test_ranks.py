@@ -53,7 +53,7 @@ def samples():
 
 @ahead(samples)
 def test_each_test_on_ranks_reports_its_own_outcome(outcome):
-    given = {name for name in outcome if name.startswith("what_a_mark_gives")}
+    given = {name for name in outcome if name.startswith("that_a_mark_sets_options")}
     assert len(given) == 1
     assert outcome.keys() == PASSED | FAILED.keys() | given
     for name in PASSED | given:

@@ -1,4 +1,4 @@
-"""Snapshots of killed processes are complete."""
+"""A killed process leaves a complete snapshot."""
 
 import os
 import random

@@ -188,7 +188,7 @@ inline Sparse draw_sparse(const Floats& x) {
   return s;
 }
 
-// Replaces one of the indices, which must exist, by one outside 0 .. n-1, and returns its place.
+// Replaces an index by one outside 0 .. n-1, and returns its position; `s` must have an index.
 inline int64_t spoil(Sparse* s) {
   const int64_t place = below(static_cast<int64_t>(s->indices.size()));
   const int32_t wrong[] = {static_cast<int32_t>(s->sum.size()), -1,
@@ -242,7 +242,7 @@ inline void check_norms_of(const std::vector<Span>& vectors, const Floats& norms
     const float expected = static_cast<float>(std::sqrt(sum));
     const bool close = std::fabs(norms[v] - expected) <= 1e-6f * expected;
     expect(close || norms[v] == expected || (std::isnan(expected) && std::isnan(norms[v])),
-           "takes norms", about);
+           "computes norms", about);
   }
 }
 

@@ -55,7 +55,7 @@ void check_selection(const Case& c, const std::string& about) {
   const Indices expected = exact(c.x, c.k);
   for (const Method method : {Method::kExact, Method::kDgc}) {
     const Selected s = select({method, n, c.k, 0, 0});
-    expect(s.indices == expected, "takes the k largest", about);
+    expect(s.indices == expected, "selects the k largest", about);
     check_values(s, c.x, about);
   }
   const uint64_t seed = generator();
@@ -116,7 +116,7 @@ void check_error_feedback(const Case& c, WireType wire, const std::string& about
   s = correct(Method::kExact, c.k);
   check_feedback(s, sum, place.read(kept, n), c.k, wire, about);
   for (int32_t i : s.indices) speed[i] = 0;
-  check_sum(place.read(faster, n), speed, about + ", velocity of what was sent is 0");
+  check_sum(place.read(faster, n), speed, about + ", velocity of sent elements is 0");
 }
 
 template <class Index>
@@ -179,7 +179,7 @@ void run(int cases) {
     check_sums(c, about);
     check_norms(c, about);
   }
-  std::printf("%d cases %s: all right\n", cases, kWhere);
+  std::printf("%d cases %s: passed\n", cases, kWhere);
 }
 
 }  // namespace

@@ -20,10 +20,10 @@ void check_selection(const Case& c, const Engine& engine, const std::string& abo
   const Indices expected = exact(c.x, c.k);
   Selected s =
       selected(c.k, [&](int32_t* i, float* v) { exact_top_k(source, n, c.k, engine, i, v); });
-  expect(s.indices == expected, "exact_top_k takes the k largest", about);
+  expect(s.indices == expected, "exact_top_k selects the k largest", about);
   check_values(s, c.x, about);
   s = selected(c.k, [&](int32_t* i, float* v) { dgc_top_k(source, n, c.k, engine, i, v); });
-  expect(s.indices == expected, "dgc_top_k takes the k largest", about);
+  expect(s.indices == expected, "dgc_top_k selects the k largest", about);
   const uint64_t seed = generator();
   for (int steps : {0, 1, 5, 30}) {
     s = selected(
@@ -51,7 +51,7 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
   check_values(s, sum, about);
   for (int32_t i : s.indices) sum[i] = 0;
   for (int64_t i = 0; i < n; ++i)
-    expect(bits_of(sum[i]) == bits_of(out[i]), "the rest stays", about);
+    expect(bits_of(sum[i]) == bits_of(out[i]), "the residual has all unsent values", about);
 
   for (int64_t i = 0; i < n; ++i) sum[i] = residual[i] + faster[i];
   const MomentumCorrection correction(residual.data(), velocity.data(), c.x.data(), 0.9f,
@@ -65,7 +65,7 @@ void check_error_feedback(const Case& c, const Engine& engine, const std::string
   for (int64_t i = 0; i < c.k; ++i) {
     const int32_t place = s.indices[i];
     check_sent(s.values[i], out[place], sum[place], about);
-    expect(velocity_out[place] == 0, "velocity of what was sent is masked", about);
+    expect(velocity_out[place] == 0, "velocity of sent elements is 0", about);
   }
 }
 
@@ -181,9 +181,9 @@ void check_float16(const InnerLoops& loops) {
 void check_bfloat16(const InnerLoops& loops) {
   for (int i = 0; i < 200'000; ++i) {
     uint32_t bits = static_cast<uint32_t>(generator());
-    if (i % 8 == 0) bits &= 0x807fffff;                   // denormals
-    if (i % 8 == 1) bits = (bits & 0xffff0000) | 0x8000;  // ties
-    if (i % 8 == 2) bits |= 0x7f800000;                   // not finite
+    if (i % 8 == 0) bits &= 0x807fffff;                   // Draw a denormal.
+    if (i % 8 == 1) bits = (bits & 0xffff0000) | 0x8000;  // Draw a tie.
+    if (i % 8 == 2) bits |= 0x7f800000;                   // Draw an infinity or a NaN.
     const Floats x(33, float_of(bits));
     std::vector<uint16_t> out(33);
     Floats back(33);
@@ -273,7 +273,7 @@ void run(int cases) {
       }
     }
   }
-  std::printf("%d cases, instruction sets up to %s: all right\n", cases, best_loops().name);
+  std::printf("%d cases, instruction sets up to %s: passed\n", cases, best_loops().name);
 }
 
 }  // namespace

@@ -176,7 +176,7 @@ def test_encoding_to_16_bits_rounds_like_numpy(dtype):
     np.testing.assert_array_equal(ops.sum_rows(rows, 3), half + half + half)
 
 
-def test_bad_input_to_python_is_refused():
+def test_invalid_arguments_are_refused_in_python():
     x = tf.ones([9])
     with pytest.raises(
         ValueError, match=r"must be one of \"mstopk\", \"exact\", \"dgc\". Received: 'sort'"
@@ -241,7 +241,7 @@ def test_bad_input_to_python_is_refused():
         (r"Received: shape \[9\], count=2", lambda op: op.sum_rows(tf.ones([9], tf.float16), 2)),
     ],
 )
-def test_bad_input_to_the_native_ops_is_refused(message, call):
+def test_invalid_inputs_of_native_ops_are_refused(message, call):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         call(ops)
 
@@ -295,7 +295,7 @@ def test_norms_of_non_finite_tensors_are_not_finite():
 
 
 @pytest.mark.parametrize("tensors", [[], [[1]], [tf.zeros([2], tf.float64)]])
-def test_norms_of_bad_input_are_refused(tensors):
+def test_invalid_inputs_of_norms_are_refused(tensors):
     with pytest.raises(
         ValueError,
         match=r"`tensors` must hold at least one tensor|`tensors` must be floating point",

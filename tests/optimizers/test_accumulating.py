@@ -1,4 +1,4 @@
-"""Keras accumulates gradients: the inner optimizer receives every call, as it does alone."""
+"""Keras accumulates gradients: the inner optimizer receives every call, as without a wrapper."""
 
 import keras
 import numpy as np
@@ -90,7 +90,7 @@ def test_an_optimizer_may_be_wrapped_within_an_update():
         _check_same(mine, others)
 
 
-def test_calls_weight_by_counted_samples():
+def test_calls_are_weighted_by_their_sample_counts():
     """All samples of an update have equal weight, whichever call they belong to."""
     (variable,) = variables = [keras.Variable([0.0], name="w")]
     optimizer = tp.DistributedOptimizer(optimizers.SGD(1.0, gradient_accumulation_steps=2))

@@ -80,7 +80,7 @@ def test_inner_optimizers_are_found(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"use_ema": True, "ema_momentum": 0.5}])
-def test_one_rank_trains_as_keras_does(kind, options):
+def test_training_on_one_rank_equals_training_by_keras(kind, options):
     start, data = models.mlp(), models.mlp.data(STEPS * BATCH)
     reference = train_alone(models.copy(models.mlp, start), data, KINDS[kind](**options))
     model = models.copy(models.mlp, start)
@@ -90,7 +90,7 @@ def test_one_rank_trains_as_keras_does(kind, options):
 
 
 def test_callbacks_of_keras_set_each_learning_rate():
-    """There is no loss scale, with which these callbacks would find only a single rate."""
+    """The model has no loss scale, because with one, these callbacks find only a single rate."""
     model = models.mlp()
     model.compile(tp.DistributedOptimizer(multi()), models.LOSS)
     halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)

@@ -96,7 +96,7 @@ def test_lars_that_excludes_all_layers_equals_one_process(wire):
     _compare(wire, lambda **more: LARS(0.05, exclude=[""], **more), ways)
 
 
-def test_ranks_skip_an_overflow_in_mixed_precision_alike(wire):
+def test_all_ranks_skip_an_overflow_in_mixed_precision(wire):
     keras.config.set_dtype_policy("mixed_float16")
     x, y = models.mlp.data(4 * BATCH)
     # The first loss scale is too large for these inputs.

@@ -40,7 +40,7 @@ def test_lars_follows_numpy(ratio, nesterov, decay):
     assert_close(trained(ours), trained_by_numpy(rule))
 
 
-def test_the_two_ratios_differ_with_decay_and_only_then():
+def test_the_two_ratios_differ_only_with_decay():
     for decay, equal in ((0.0, True), (0.5, False)):
         a, b = (
             trained(LARS(3.0, weight_decay=decay, ratio=ratio), 3)
@@ -49,7 +49,7 @@ def test_the_two_ratios_differ_with_decay_and_only_then():
         assert np.array_equal(a[0], b[0]) == equal
 
 
-def test_lars_without_momentum_keeps_no_state():
+def test_lars_without_momentum_has_no_state():
     optimizer = LARS(3.0, momentum=0.0, weight_decay=0.1)
     assert_close(trained(optimizer), trained_by_numpy(NumpyLARS(3.0, 0.0, decay=0.1)))
     assert [variable.name for variable in optimizer.variables] == ["iteration", "learning_rate"]
@@ -67,7 +67,7 @@ def test_lamb_with_other_betas_follows_numpy():
     assert_close(trained(ours), trained_by_numpy(NumpyLAMB(0.02, 0.0, 0.5, 0.1, 0.3)))
 
 
-def test_lamb_without_exclusion_and_decay_is_that_of_keras():
+def test_lamb_without_exclusion_and_decay_equals_that_of_keras():
     ours = LAMB(0.02, epsilon=1e-6, exclude=[])
     theirs = keras.optimizers.Lamb(0.02, epsilon=1e-6)
     assert_close(trained(ours), trained(theirs), rtol=2e-4, atol=1e-5)
@@ -76,12 +76,12 @@ def test_lamb_without_exclusion_and_decay_is_that_of_keras():
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_lars_that_excludes_everything_is_sgd_bit_by_bit(nesterov):
+def test_lars_that_excludes_everything_equals_sgd_bit_by_bit(nesterov):
     excluded = LARS(0.1, 0.9, nesterov, weight_decay=0.5, exclude=[""])
     assert_same(trained(excluded), trained(keras.optimizers.SGD(0.1, 0.9, nesterov)))
 
 
-def test_lamb_that_excludes_everything_is_adam():
+def test_lamb_that_excludes_everything_equals_adam():
     # Keras adds epsilon at another place, so it must be negligible.
     excluded = LAMB(0.1, epsilon=1e-12, weight_decay=0.5, exclude=[""])
     assert_close(
@@ -89,7 +89,7 @@ def test_lamb_that_excludes_everything_is_adam():
     )
 
 
-def test_float64_is_calculated_in_float64():
+def test_float64_variables_are_updated_in_float64():
     def exact(optimizer):
         made = [Named(value, path, "float64") for path, value in starts().items()]
         for step in range(STEPS):
@@ -116,7 +116,7 @@ def test_float64_is_calculated_in_float64():
 
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**30])
 @BOTH
-def test_without_decay_the_scale_of_gradients_does_not_matter(make, scale):
+def test_without_decay_the_scale_of_gradients_has_no_effect(make, scale):
     options = {"epsilon": 1e-30} if isinstance(make(), LAMB) else {}
     assert_close(
         trained(make(exclude=[], **options), scale=scale),
@@ -127,7 +127,7 @@ def test_without_decay_the_scale_of_gradients_does_not_matter(make, scale):
 
 
 @pytest.mark.parametrize("ratio", ["sum_of_norms", "norm_of_sum"])
-def test_the_length_of_a_step_follows_rate_and_coefficient(ratio):
+def test_the_relative_length_of_a_step_is_rate_times_coefficient(ratio):
     w = one(np.random.default_rng(1).normal(size=(7, 3)))
     before = w.numpy()
     LARS(4.0, trust_coefficient=0.01, ratio=ratio).apply([tf.random.normal([7, 3], seed=1)], [w])
@@ -158,7 +158,7 @@ def test_lars_decays_once(ratio):
 
 
 @pytest.mark.parametrize("ratio", ["sum_of_norms", "norm_of_sum"])
-def test_lars_takes_ratio_1_where_a_norm_is_0(ratio):
+def test_lars_uses_ratio_1_if_a_norm_is_0(ratio):
     zero_weight, zero_gradient, both = (
         one(np.zeros((2, 2))),
         one(np.ones((2, 2))),
@@ -171,7 +171,7 @@ def test_lars_takes_ratio_1_where_a_norm_is_0(ratio):
     np.testing.assert_array_equal(both, np.zeros((2, 2)))
 
 
-def test_lars_decays_at_ratio_1_where_the_gradient_is_0():
+def test_lars_decays_at_ratio_1_if_the_gradient_is_0():
     w = one(np.ones((2, 2)))
     LARS(0.5, weight_decay=0.1).apply([tf.zeros([2, 2])], [w])
     np.testing.assert_allclose(w.numpy(), np.full((2, 2), 0.95), rtol=1e-6)
@@ -181,7 +181,7 @@ def test_lars_decays_at_ratio_1_where_the_gradient_is_0():
     np.testing.assert_array_equal(v, np.ones((2, 2)))
 
 
-def test_lamb_takes_ratio_1_where_a_norm_is_0():
+def test_lamb_uses_ratio_1_if_a_norm_is_0():
     zero_weight, zero_gradient = one(np.zeros((2, 2))), one(np.ones((2, 2)))
     LAMB(0.5).apply([tf.ones([2, 2]), tf.zeros([2, 2])], [zero_weight, zero_gradient])
     np.testing.assert_allclose(zero_weight, np.full((2, 2), -0.5), rtol=1e-5)
@@ -237,7 +237,7 @@ def test_variables_of_tensorflow_are_excluded_by_name():
 
 
 @BOTH
-def test_patterns_without_a_match_log_a_warning(make):
+def test_patterns_without_a_match_cause_a_warning(make):
     with pytest.warns(
         UserWarning, match=r"no variable's path: 'batchnorm', 'alpha'\. .*'conv/kernel'"
     ):
@@ -255,7 +255,7 @@ def test_an_optimizer_may_have_no_variables(make):
 
 
 @BOTH
-def test_keras_exclusion_from_decay_leaves_the_ratio(make):
+def test_keras_exclusion_from_decay_retains_the_ratio(make):
     plain, decayed = make(exclude=[]), make(exclude=[], weight_decay=0.5)
     decayed.exclude_from_weight_decay(var_names=["kernel", "bias", "gamma", "scale"])
     assert_same(trained(decayed, 3), trained(plain, 3))

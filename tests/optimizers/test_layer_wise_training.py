@@ -141,7 +141,7 @@ def test_accumulation_equals_steps_of_means(make):
     "options", [{"clipnorm": 0.3}, {"global_clipnorm": 0.5}, {"clipvalue": 0.2}]
 )
 @BOTH
-def test_clipping_comes_before_the_rule(make, options):
+def test_gradients_are_clipped_before_the_update(make, options):
     def clipped(grads):
         if "clipnorm" in options:
             return [g * min(1.0, 0.3 / np.linalg.norm(g)) for g in grads]
@@ -311,7 +311,7 @@ BAD_LARS = [
     ({"exclude": [3]}, r"Received: exclude=\[3\]"),
     (
         {"exclude": ["("]},
-        r"`exclude` must hold regular expressions\. Received: exclude=\['\('\].* Escape it",
+        r"`exclude` must be a list of valid patterns\. Received: exclude=\['\('\].* Escape it",
     ),
 ]
 BAD_LAMB = [

@@ -59,7 +59,7 @@ def _check_same(model, other):
 # ------------------------------------------------------------------ on one rank
 
 
-def test_compile_creates_our_loss_scale_optimizer():
+def test_compile_wraps_our_optimizer_in_a_loss_scale():
     model = _fit(_compiled(ours(SGD(0.1))))
     assert type(model.optimizer) is Scaled
     assert type(tp.unwrap(model.optimizer)) is ours
@@ -214,7 +214,7 @@ def test_recompiling_retains_the_state_of_the_given_optimizer():
 CASES = {
     "several steps": ({"steps_per_execution": 3}, lambda: SGD(0.05, momentum=0.9)),
     "eager": ({"run_eagerly": True}, lambda: SGD(0.05)),
-    "xla asked for": ({"jit_compile": True}, lambda: SGD(0.05)),
+    "xla requested": ({"jit_compile": True}, lambda: SGD(0.05)),
     "without": ({"auto_scale_loss": False}, lambda: SGD(0.05)),
     "accumulating": ({}, lambda: SGD(0.05, gradient_accumulation_steps=2)),
     "clipping and averages": (

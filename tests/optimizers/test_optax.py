@@ -63,7 +63,7 @@ def test_lamb_equals_that_of_optax(decay):
     assert_close(trained(ours), trained_by_optax(rule), rtol=2e-4, atol=1e-5)
 
 
-def test_lars_equals_that_of_optax_where_a_norm_is_0():
+def test_lars_equals_that_of_optax_if_a_norm_is_0():
     rule = optax.lars(3.0, trust_coefficient=0.02)
     weights = {path: jax.numpy.zeros_like(value, "float32") for path, value in starts().items()}
     given = {path: jax.numpy.asarray(value, "float32") for path, value in gradients(0).items()}

@@ -138,7 +138,7 @@ def test_gradients_through_the_operator_are_refused(wire):
         tape.gradient(found, variable)
 
 
-def test_bad_input_is_refused(wire):
+def test_invalid_tensors_and_functions_are_refused(wire):
     scalar = tf.constant(1.0)
     for function, tensors, problem in (
         (norms, [], "tensors of known shapes"),

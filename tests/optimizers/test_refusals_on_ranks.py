@@ -51,7 +51,7 @@ def test_different_loss_scales_are_refused(wire):
         apply([tf.constant([1.0])], [keras.Variable([1.0], name="w")])
 
 
-def test_different_callbacks_are_refused(wire):
+def test_different_collectives_are_refused(wire):
     with Raises(
         RuntimeError,
         "All ranks must call the same collectives in the same order. "
@@ -102,7 +102,7 @@ def test_rules_for_generated_names_are_refused(wire):
         model.fit(*models.mlp.data(8), verbose=0)
 
 
-def test_xla_is_refused_in_hand_written_steps(wire):
+def test_xla_is_refused_in_custom_steps(wire):
     weight, optimizer = keras.Variable([1.0], name="w"), tp.DistributedOptimizer(sgd())
     step = tf.function(lambda: optimizer.apply([tf.ones([1])], [weight]), jit_compile=True)
     with Raises(ValueError, "must run without XLA.*jit_compile"):

@@ -29,13 +29,13 @@ def test_the_schedule_equals_its_formula_at_every_step(warmup, decay, power):
     np.testing.assert_allclose(
         rates, [expected_rate(s, 2.0, warmup, decay, 0.5, 0.1, power) for s in steps], rtol=1e-6
     )
-    # At boundaries, the rate is exact, for integers and for tensors.
+    # At the boundaries, the rate is exact.
     assert float(schedule(warmup)) == 2.0
     assert float(schedule(warmup + decay)) == float(schedule(10**9)) == np.float32(0.1)
     assert warmup == 0 or float(schedule(0)) == 0.5
 
 
-def test_a_linear_decay_equals_polynomial_decay_and_the_warmup_equals_cosine_decay():
+def test_decay_and_warmup_equal_those_of_the_schedules_of_keras():
     ours = PolynomialDecayWithWarmup(
         1.0, 4, 10, initial_learning_rate=0.2, end_learning_rate=0.05, power=3.0
     )
@@ -71,7 +71,7 @@ def test_the_cosine_by_epochs_equals_its_formula(warmup):
         schedules.cosine_decay_by_epochs(4.0, warmup, 10, steps_per_epoch=0)
 
 
-def test_the_schedule_drives_an_optimizer():
+def test_an_optimizer_uses_the_rates_of_the_schedule():
     optimizer, w = (
         LARS(PolynomialDecayWithWarmup(1.0, 2, 2), momentum=0.0),
         keras.Variable(np.zeros(2, "float32"), name="bias"),

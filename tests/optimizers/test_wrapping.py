@@ -95,7 +95,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "setting"), SETTINGS)
 def test_each_setting_is_compared(name, setting):
-    """The settings are those that Keras saves of an optimizer."""
+    """The settings are those that Keras saves with an optimizer."""
     one = OPTIMIZERS[name]()
     config = one.get_config()
     value = config[setting]

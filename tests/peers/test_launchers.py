@@ -76,14 +76,14 @@ def test_a_single_rank_horovod_in_a_larger_job_is_refused(environment):
 
 def test_check_reports_the_launcher_before_the_platform(environment):
     environment({rendezvous.LAUNCHER: "0"})
-    assert [*check.peer_rows()] == [("peers by", "a launcher, which has set HOROVOD_RANK")]
+    assert [*check.peer_rows()] == [("job described by", "a launcher, which has set HOROVOD_RANK")]
     environment({**TORCHRUN, **MPIRUN, "PET_NNODES": "2"}, has_mpi=True)
     assert [*check.peer_rows()] == [
-        ("peers by", "a launcher, which has set OMPI_COMM_WORLD_RANK"),
+        ("job described by", "a launcher, which has set OMPI_COMM_WORLD_RANK"),
         (
             "other sources",
             "torchrun: rank 1 of 4; TrainJob lacks PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT",
         ),
     ]
     environment({**TORCHRUN, **MPIRUN})
-    assert [name for name, _ in check.peer_rows()] == ["peers by", "rendezvous"]
+    assert [name for name, _ in check.peer_rows()] == ["job described by", "rendezvous"]

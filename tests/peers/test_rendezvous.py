@@ -134,7 +134,7 @@ def is_reached(mine, token):
     return isinstance(rendezvous.reach(mine, token), Client)
 
 
-def test_a_second_rank_0_finds_the_store_of_the_first(server, monkeypatch):
+def test_a_second_rank_0_uses_the_store_of_the_first(server, monkeypatch):
     """It does not start a second store, and the error names both processes."""
     monkeypatch.setattr(store, "start_process", None)
     server.put("ranks", "0", json.dumps({**THERE, "size": 2}).encode())
@@ -202,7 +202,7 @@ def test_a_host_without_an_address_is_named(server):
 
 
 def test_a_store_answers_at_any_loopback_address(monkeypatch):
-    """On Debian, a host's own name resolves to 127.0.1.1, where its node finds the store, too."""
+    """On Debian, a host's name resolves to 127.0.1.1, so its ranks must find the store there."""
     found = store.listen("127.0.1.1", (0,), IDENTITY, "secret")
     with found.serving():
         there = job(found, host="127.0.1.1")

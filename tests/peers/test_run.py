@@ -29,7 +29,7 @@ def test_the_command_line_describes_nodes():
     assert job.name_of(1) == "node 1"
 
 
-def test_the_platform_describes_nodes_and_one_is_the_default():
+def test_the_platform_describes_nodes_and_the_default_is_one_node():
     cluster = {"worker": ["a:1", "b:1"]}
     variables = {
         "TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}})
@@ -82,12 +82,12 @@ def test_only_a_single_node_generates_a_token():
         (None, {"PET_NPROC_PER_NODE": "gpu"}, ["0"], 1),
     ],
 )
-def test_ranks_follow_options_variables_and_gpus(asked, variables, gpus, count):
+def test_options_variables_and_gpus_determine_the_number_of_ranks(asked, variables, gpus, count):
     assert run.ranks_here(asked, variables, gpus) == count
 
 
 @pytest.mark.parametrize("asked", [None, 0])
-def test_ranks_without_gpus_must_be_counted(asked):
+def test_the_number_of_ranks_is_required_without_gpus(asked):
     with pytest.raises(ValueError, match=rf"at least 1.*--per-node {asked} and 0 visible"):
         run.ranks_here(asked, {}, [])
 
@@ -96,7 +96,7 @@ def test_ranks_without_gpus_must_be_counted(asked):
     ("given", "gpus"),
     [("", []), ("-1", []), ("2,5", ["2", "5"]), ("GPU-a,MIG-b", ["GPU-a", "MIG-b"])],
 )
-def test_visible_gpus_follow_the_variable(given, gpus):
+def test_a_variable_determines_the_visible_gpus(given, gpus):
     assert run.visible_gpus({"CUDA_VISIBLE_DEVICES": given}) == gpus
 
 
@@ -173,7 +173,7 @@ def test_a_failed_rank_without_a_cause_is_reported_to_other_nodes(job, word, cau
     assert (first_failure(server) is None) == (cause is None)
 
 
-def test_a_failure_elsewhere_counts_if_ranks_end_meanwhile(job):
+def test_a_failure_on_another_node_replaces_only_exit_status_0(job):
     server, client = job
     server.put(store.FAILURES, store.FIRST_FAILURE, b'"rank 0 failed first"')
     assert asyncio.run(run.run_ranks(ranks("sleep 0.5"), client, None)) == 1
@@ -295,7 +295,7 @@ def test_a_full_disk_ends_the_job_with_a_message(job, monkeypatch, capsys):
     assert "could not be written: [Errno 28] No space left" in capsys.readouterr().err
 
 
-def test_closed_output_during_the_end_interrupts_nothing(job, monkeypatch, tmp_path):
+def test_closed_output_does_not_interrupt_the_end_of_the_job(job, monkeypatch, tmp_path):
     """A rank that ignores SIGTERM and writes more output is still killed."""
     monkeypatch.setattr(run, "TERMINATION_S", 1.0)
     script = (

@@ -162,7 +162,7 @@ def test_other_variables_describe_no_job(variables):
     assert find(variables) is None
 
 
-def test_the_first_complete_source_counts():
+def test_the_first_complete_source_describes_the_job():
     both = {**cluster("worker", 0, worker=["a:1", "b:1"]), **TORCHRUN}
     assert find(both).source == "TF_CONFIG"
     assert find({**SLURM, "RANK": "0"}).source == "SLURM"
@@ -183,7 +183,7 @@ def test_a_job_of_one_process_counts_only_if_there_is_no_larger_one(alone):
     assert find({**of_run(0, 1), **alone, **TORCHRUN}).source == "tfposeidon run"
 
 
-def test_a_name_may_replace_an_address_of_ipv6():
+def test_a_host_name_may_replace_an_ipv6_address():
     variables = cluster("worker", 0, worker=["[::1]:1", "[::1]:2"])
     assert find({**variables, "TFPOSEIDON_HOST": "node1"}).host == "node1"
 

@@ -16,7 +16,7 @@ POLL_S = 0.1
 START_S = 600
 """Limit for ranks that do not start, or do not reach the next test."""
 GRACE_S = 30
-"""Limit for ranks after another rank failed the test; later they must be waiting for it."""
+"""Limit for the other ranks after one rank failed the test, because they may wait for that rank."""
 STACKS_S = 5
 """Time to write stacks, in addition to the limit of a test."""
 END_S = 300
@@ -102,7 +102,7 @@ class Job:
         return self._process.poll() is not None
 
     def wait(self, nodeid, limit_s):
-        """Waits for a test; returns each rank's reports, and the reason if it did not end."""
+        """Waits for a test; returns each rank's reports, and the reason if the test did not end."""
         while True:
             over = self._process.poll() is not None
             for rank in self._ranks:
@@ -124,7 +124,7 @@ class Job:
         if not begun:
             before = [at for rank in self._ranks for at in rank.ended.values()]
             late = now - max(before, default=self._begun) > START_S
-            return f"no rank has begun it within {START_S} s" if late else None
+            return f"no rank began the test within {START_S} s" if late else None
         failed = [rank.left[nodeid] for rank in self._ranks if rank.has_failed(nodeid)]
         waiting = [number for number, rank in enumerate(self._ranks) if nodeid not in rank.left]
         if failed and now - min(failed) > GRACE_S:
@@ -139,7 +139,7 @@ class Job:
     def _words(self):
         """Returns the stacks of ranks that hang, and the last output of the job."""
         parts = [
-            f"--- rank {n} could not collect ---\n{text}"
+            f"--- rank {n} could not collect tests ---\n{text}"
             for n, rank in enumerate(self._ranks)
             for text in rank.broken
         ]

@@ -1,4 +1,4 @@
-"""Failing tests and others for tests/jobs/test_ranks.py; pytest collects them only by name."""
+"""Tests that pass, fail or hang, for tests/jobs/test_ranks.py; pytest must receive their path."""
 
 import os
 import signal
@@ -69,6 +69,6 @@ def test_after_a_death():
 
 
 @pytest.mark.ranks("1", environment={"SAMPLE": "given"}, processors=1, network="unknown")
-def test_what_a_mark_gives():
+def test_that_a_mark_sets_options():
     assert os.environ["SAMPLE"] == "given"
     assert len(os.sched_getaffinity(0)) == 1

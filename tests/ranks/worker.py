@@ -68,7 +68,8 @@ class Worker:
         result = yield
         self._tell(left=item.nodeid)
         # No rank starts the next test while another rank may still be in a collective of this one.
-        # If the exchange meets that collective, both ranks fail, and the session starts a new job.
+        # If this exchange is matched with that collective, both ranks fail, and the session starts
+        # a new job.
         exchange_objects(None, self._wire, "next test")
         faulthandler.cancel_dump_traceback_later()
         self._tell(ended=item.nodeid)
@@ -85,7 +86,8 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session, exitstatus):
-        # The session knows which tests failed, and another exit status would end the other ranks.
+        # The session receives each failure as a report, and a nonzero exit status would end the
+        # other ranks.
         if exitstatus == pytest.ExitCode.TESTS_FAILED:
             session.exitstatus = pytest.ExitCode.OK
 

@@ -136,7 +136,7 @@ def test_ranks_compare_the_options_of_a_custom_scheme(wire):
 
 
 def test_the_time_of_a_custom_scheme_is_predicted():
-    """By its stages, two ranks gather with half the messages of a ring."""
+    """According to its stages, two ranks gather with half as many messages as a ring."""
     topology, links = (
         tp.schemes.Topology.regular(0, 2, 1),
         tp.NetworkProfile.of("1gbit", ranks_per_node=1),

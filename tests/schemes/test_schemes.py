@@ -68,7 +68,7 @@ def check_calls(cluster, rank, stages, prefix):
 
 
 @pytest.mark.parametrize("name", contract.SCHEMES)
-def test_is_exact_agrees_with_the_contract(name):
+def test_the_property_exact_agrees_with_the_contract(name):
     scheme, rounding = contract.SCHEMES[name]
     assert scheme.exact == (rounding == 0.0)
 
@@ -126,7 +126,7 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
 
     for finite in Cluster(((0, 1), (2, 3))).run(exchange):
         assert not finite[4]
-        # A bit only shows that some element with its sign was not finite.
+        # The one-bit scheme only shows that some element of this sign was not finite.
         assert finite.sum() == 8 or scheme == "onebit"
 
 
@@ -156,7 +156,7 @@ def test_non_finite_input_reaches_every_rank(scheme, poison):
         ),
     ],
 )
-def test_bad_input_to_sparse_schemes_is_refused(kind, options, message):
+def test_invalid_options_of_sparse_schemes_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(**options)
 
@@ -173,7 +173,7 @@ def test_state_of_another_layout_is_refused(kind):
         scheme.exchange(tf.zeros([101]), wrong, wire, "x")
 
 
-def test_more_elements_than_indices_are_refused():
+def test_buckets_longer_than_int32_indices_allow_are_refused():
     with pytest.raises(ValueError, match=r"at most 2\^31 elements, .* int32. Received: 2147483649"):
         schemes.TopK().slots(2**31 + 1, Topology(0, LAYOUTS["2x2"]))
 

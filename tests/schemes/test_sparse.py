@@ -212,8 +212,8 @@ def test_with_exhausted_input_checks_a_schedule_costs_one_dense_step(wire):
     same_on_all_ranks(model.get_weights(), wire)
 
 
-def test_momentum_correction_at_density_1_is_momentum(wire):
-    """This holds for small variables, and if the learning rate changes."""
+def test_momentum_correction_at_density_1_equals_momentum(wire):
+    """This also holds for small variables, and while the learning rate changes."""
     data = models.mlp.data(STEPS * BATCH)
     start = models.mlp()
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.05, 0.02])

@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
         ranks_here = launcher.ranks_of_node() or topology.node.size
         rows += [*horovod_build(ranks_here), ("topology", str(topology))]
         _require_averages()
-        rows.append(("collective", f"sums are right on all {topology.size} rank(s)"))
+        rows.append(("collective", f"averages are correct on all {topology.size} rank(s)"))
         if options.network:
             rows += _measured_links(topology, options.network)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
@@ -111,12 +111,12 @@ def peer_rows() -> Iterator[tuple[str, str]]:
     found = "; ".join(map(str, sources.jobs(os.environ)))
     if rendezvous.has_launcher(os.environ, launcher.has_mpi()):
         name = next(name for name in launcher.RANK if os.environ.get(name))
-        yield "peers by", f"a launcher, which has set {name}"
+        yield "job described by", f"a launcher, which has set {name}"
         if found:
             yield "other sources", found
     elif found:
         # Yield this row first: `main` must show it even if the token is invalid.
-        yield "peers by", found
+        yield "job described by", found
         secret = (
             f"requests carry a key from {sources.TOKEN}"
             if sources.token(os.environ)
@@ -203,7 +203,7 @@ def _measured_links(topology: Any, path: str) -> list[tuple[str, str]]:
 
 
 def gpu_rows(gpus: int) -> list[tuple[str, str]]:
-    """Returns table rows about GPUs; requires a loaded TensorFlow, which sees `gpus` GPUs."""
+    """Returns table rows about `gpus` GPUs that TensorFlow has found; it must be loaded."""
     tensorflow_cuda, horovod_cuda = cuda.tensorflow_cuda(), _horovod_cuda()
     if not (gpus or cuda.driver_version() or horovod_cuda or tensorflow_cuda):
         return [("GPUs", "none, and no NVIDIA driver")]

@@ -1,4 +1,4 @@
-"""Takes a rank's share of a `tf.data.Dataset`: slices it, and applies the later steps to the slice.
+"""Shards a `tf.data.Dataset` over ranks: slices it, and applies the later steps to the slice.
 
 Think of a pipeline as a chain of steps that begins with a source. A share is exact only if it is
 taken where the order of elements is equal on all ranks, which is before the first shuffle.
@@ -33,9 +33,9 @@ _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAss
 # These arguments of ops are names of files.
 _PATHS = {"filename", "filenames", "pattern"}
 
-# Dataset classes, without the suffix "Dataset", that make one element from each element.
+# Dataset classes, without the suffix "Dataset", that yield one element for each input element.
 _ELEMENTWISE = {"Map", "ParallelMap", "Prefetch", "Options", "Restructured"}
-# These steps make any number of elements from each element.
+# These steps yield any number of elements for each input element.
 _SELECTING = {
     *("Filter", "FlatMap", "Unbatch"),
     *("Interleave", "ParallelInterleave", "LegacyParallelInterleave"),
@@ -53,7 +53,7 @@ _BY_POSITION = {
 }
 # Results of these steps may differ between ranks if their function calls Python.
 _WITH_FUNCTION = {"Map", "ParallelMap", "Filter"}
-# In a function, or in a dataset with hidden steps, these ops may yield another order on each rank.
+# In a function, or in a dataset with hidden steps, the order of these ops may differ between ranks.
 _UNKNOWN_ORDER = ("Shuffle", "RandomDataset", "OptionsDataset")
 
 
@@ -127,14 +127,14 @@ def _draws(name: str) -> bool:
 
 
 def share_of(dataset: tf.data.Dataset, rank: int, size: int) -> tf.data.Dataset:
-    """Returns a rank's share of a dataset; errors contain the line to write instead."""
+    """Returns a rank's share of a dataset; raises `ValueError` if no step has an exact share."""
     steps = chain(dataset)
     position = _position(steps, size)
     caches = [d for d in unwrapped_datasets(steps[position]) if _step_kind(d) == "Cache"]
     if any(cache._filename.numpy() for cache in caches):
         raise _refusal(
-            f"a file cache up to {kind_of(steps[position])}; all ranks would write the same cache "
-            "file",
+            f"a file cache in {kind_of(steps[position])} or an earlier step; all ranks would write "
+            "the same cache file",
             "Move `.cache(filename)` after that step.",
         )
     share = steps[position].shard(size, rank)
@@ -152,7 +152,7 @@ def chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 
 
 def _unwrapped(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset within a reader of files, such as `TFRecordDataset`."""
+    """Returns the inner dataset of a file reader, such as `TFRecordDataset`, or the dataset."""
     return _unwrapped(dataset._impl) if hasattr(dataset, "_impl") else dataset
 
 
@@ -187,7 +187,7 @@ def _position(steps: list[tf.data.Dataset], size: int) -> int:
         if not 0 <= int(steps[position].cardinality()) < size:
             return position
     if any(_step_kind(step) in _SELECTING for step in steps[end:]):
-        # A `shard` after the shuffle would select from another order on each rank.
+        # A `shard` after the shuffle would select from a different order on each rank.
         raise _refusal(
             f"fewer than {size} elements before {kind_of(steps[end])}",
             f"Provide at least {size} elements there, or shuffle after a step that yields more "
@@ -220,7 +220,7 @@ def _balanced(steps: list[tf.data.Dataset], start: int, end: int, size: int) -> 
 
 
 def first_random(steps: list[tf.data.Dataset]) -> int:
-    """Returns the index of the first step whose order may differ by rank, or `len(steps)`."""
+    """Returns the index of the first step whose order may differ between ranks, or `len(steps)`."""
     draws = False
     is_free = steps[-1].options().deterministic is False
     for index, step in enumerate(steps):
@@ -258,7 +258,7 @@ def _reorders(step: tf.data.Dataset, is_free: bool) -> bool:
 def _deterministic(step: tf.data.Dataset) -> str | None:
     if _step_kind(step) != "ParallelInterleave":
         return getattr(step, "_deterministic", None)
-    # The Python object of this step does not have the argument, but its graph does.
+    # The Python object of this step does not store `deterministic`, but the step's graph does.
     last = [node for node in serialized(step).node if node.op.startswith("ParallelInterleave")][-1]
     return last.attr["deterministic"].s.decode()
 

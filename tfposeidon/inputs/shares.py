@@ -1,4 +1,4 @@
-"""Takes this rank's share of training data, for each kind of data that `fit` accepts.
+"""Shards training data over ranks, for each kind of data that `fit` accepts.
 
 Think of a share as the slice `data[rank::size]`: of batches if the data are batched, else of
 samples. `pipelines` finds the position of that slice in a `tf.data.Dataset`.
@@ -23,7 +23,7 @@ def shard(data: Any, *, rank: int | None = None, size: int | None = None) -> Any
 
     Call it on every rank with the same data, in the same order. Shares differ by at most one
     sample, or by one batch if `data` yields batches. If some ranks have one batch more than others,
-    the others take part in this step without samples. `batch_size` is the batch size of a rank.
+    the others take part in this step without samples. Pass the batch size of one rank to `fit`.
 
     A `tf.data.Dataset` is sharded before its first shuffle, `batch` or `repeat`. If its source is a
     list of files, at least one for each rank, each rank reads every `size`-th file, and shares

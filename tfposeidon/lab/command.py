@@ -181,20 +181,20 @@ def _faults(kind: str, text: str) -> Iterator[Fault]:
 
 OPTIONS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "inter": (parse_rate, "RATE", "rate of each node's link per direction, such as 200mbit"),
-    "intra": (parse_rate, "RATE", "rate that a node's ranks share within it, such as 10gbit"),
+    "intra": (parse_rate, "RATE", "rate of all traffic within a node, such as 10gbit"),
     "flow": (parse_rate, "RATE", "limit of each TCP connection between nodes, such as 5gbit"),
     "rtt": (parse_duration, "TIME", "time added to each round trip, such as 1ms"),
-    "jitter": (parse_duration, "TIME", "variation one way, up to half of --rtt, e.g. 100us"),
+    "jitter": (parse_duration, "TIME", "variation of one-way delay, up to --rtt/2, such as 100us"),
     "loss": (parse_share, "SHARE", "share of lost packets, such as 0.1%%"),
     "slow": (_slow, "NODE=RATE", "rate of one node's link, such as 1=50mbit; repeatable"),
 }
-"""Readers, forms and help texts of options that set fields of `Cluster`."""
+"""Parsers, value formats and help texts of options that set fields of `Cluster`."""
 FAULTS = {
     "kill": ("RANK@SECONDS", "kill a rank"),
     "stop": ("RANK@SECONDS+SECONDS", "stop a rank (SIGSTOP) for some time"),
     "cut": ("NODE@SECONDS", "cut a node's link permanently"),
 }
-"""Forms and help texts of options that cause faults."""
+"""Value formats and help texts of options that cause faults."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -57,7 +57,7 @@ CLASS_OF_PACKET = ",".join(
     [
         "4",
         f"40 0 0 {2**32 - 2**20 + 2}",  # A = total length of the IPv4 packet
-        f"37 0 1 {LONGEST_WITHOUT_DATA}",  # if A > limit go on, else skip one
+        f"37 0 1 {LONGEST_WITHOUT_DATA}",  # if A <= limit, skip the next instruction
         f"6 0 0 {0x10003}",  # return 1:3
         f"6 0 0 {0x10002}",  # return 1:2
     ]
@@ -85,7 +85,7 @@ class Traffic:
     """Traffic over one node's link, headers included, as seen from the node.
 
     With delay or jitter, each frame of up to 64 kB that arrives at a node counts as one packet.
-    Shares are fractions of the link's capacity one way, or `None` if it is unshaped.
+    Shares are fractions of the link's capacity in a direction, or `None` if it is unshaped.
     `dropped_packets` counts packets that full queues dropped in either direction, and packets that
     the delaying process did not read in time.
     """

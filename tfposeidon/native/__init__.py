@@ -1,6 +1,6 @@
 """Loads the native library, which has three layers.
 
-`lib` is plain C++, `kernels` call it for TensorFlow, and `ops` has signatures and documentation.
+`lib` is plain C++, `kernels` calls `lib` from TensorFlow, and `ops` registers and documents ops.
 """
 
 from __future__ import annotations

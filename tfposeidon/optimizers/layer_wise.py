@@ -25,9 +25,9 @@ Exclude = Sequence[str] | None
 """Type of the argument `exclude` of `LARS` and `LAMB`."""
 
 Norms = Callable[[Sequence[Any], Sequence[Sequence[tf.Tensor]]], tf.Tensor]
-"""Function from variables, and a row of tensors for each, to the Euclidean norms of the tensors.
+"""Function of variables and a row of tensors for each, which returns the tensors' Euclidean norms.
 
-The norms are `[variables, tensors of a row]`; rows have equal lengths.
+The norms have shape `[variables, tensors of a row]`; rows have equal lengths.
 """
 
 
@@ -45,8 +45,8 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     >>> excluded_indices(None, [kernel, bias]), excluded_indices(["kernel"], [kernel, bias])
     (frozenset({1}), frozenset({0}))
     """
-    # Apply the rule to shape and path of the whole variable, because a shard owner stores only a
-    # flat part of the variable.
+    # Use the shape and path of the whole variable, because a shard owner stores only a flat part of
+    # the variable.
     variables = [getattr(variable, "whole", variable) for variable in variables]
     paths = list(map(path_of, variables))
     if exclude is None:
@@ -80,7 +80,7 @@ def _checked_patterns(patterns: Any) -> tuple[str, ...]:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"`exclude` must hold regular expressions. Received: exclude={patterns!r}, in "
+                f"`exclude` must be a list of valid patterns. Received: exclude={patterns!r}, in "
                 f"which {pattern!r} is invalid: {error}. Escape it with re.escape."
             ) from error
     return tuple(patterns)
@@ -135,7 +135,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def _build_state(self, variables: Sequence[Any]) -> None:
-        """Creates the moments of all variables."""
+        """Creates the optimizer's state for all variables."""
 
     @property
     def excluded(self) -> list[int]:
@@ -171,7 +171,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         with tf.device(variable.device):
             return self.add_variable(variable.shape, initializer, dtype, name=name)
 
-    # ------------------------------------------------------------------ the rule
+    # ------------------------------------------------------------------ update
 
     @abc.abstractmethod
     def _direction(
@@ -191,7 +191,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         self.assign_sub(variable, step)
 
     def _decay_of(self, variable: Any) -> float:
-        # Keras's `exclude_from_weight_decay` disables only the decay, `exclude` also the ratio.
+        # Keras's `exclude_from_weight_decay` disables only the decay; `exclude` disables both.
         decays = not self._is_excluded(variable) and self._use_weight_decay(variable)
         return self.weight_decay if decays else 0.0
 

@@ -83,7 +83,7 @@ def settings(optimizer: Any, prefix: str = "optimizer") -> dict[str, Any]:
 def _class_and_config(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
-    except Exception:  # noqa: BLE001, which users' optimizers and unnamed functions may raise
+    except Exception:  # noqa: BLE001, because `get_config` of users' classes may raise any error
         attributes = vars(value).items()
         config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, _Simple)}
     # Keras's optimizers include inner optimizers in their configuration; users' own may not.
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def slots(optimizer: Any) -> list[Any]:
-    """Returns a built optimizer's floating-point state, such as velocities, not learning rates."""
+    """Returns a built optimizer's state: its floating-point variables, except learning rates."""
     # Optimizers such as Adam correct the bias of this state with their step counter, so the state
     # is valid only for one value of the counter.
     return [
@@ -141,7 +141,7 @@ def slots(optimizer: Any) -> list[Any]:
 
 
 def rates(optimizer: Any) -> list[Any]:
-    """Returns the variables of learning rates; none for a schedule or a function."""
+    """Returns the variables that store learning rates; none for a schedule or a function."""
     return [v for leaf in leaves(optimizer) for v in leaf.variables if v.name == _RATE]
 
 
@@ -155,7 +155,7 @@ def step_counter(optimizer: Any) -> Any:
 
 
 def reset_slots(optimizer: Any) -> None:
-    """Resets a built optimizer's state, such as velocities, but not learning rates and counters.
+    """Resets a built optimizer's state, such as velocities, but not learning rates or counters.
 
     >>> import keras
     >>> adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.5)
@@ -266,7 +266,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         )
         if wanted != given:
             raise ValueError(
-                "`weights` must hold one array for each of the optimizer's variables, with "
+                "`weights` must contain one array for each of the optimizer's variables, with "
                 f"shapes {wanted}. Received: shapes {given}. Pass the values of `variables` of an "
                 "optimizer of the same kind."
             )

@@ -35,7 +35,7 @@ BIND_S = 15.0
 """Time to wait for a port that the store of an earlier start may still hold."""
 
 MEMBER = "TFPOSEIDON_MEMBER"
-"""Variable with the rank's process and store; `_refuse_child` detects child processes with it."""
+"""Variable with the rank's process and store, by which `_refuse_child` detects child processes."""
 LAUNCHER = "HOROVOD_RANK"
 STORE_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 INTERFACE = "HOROVOD_GLOO_IFACE"
@@ -58,7 +58,7 @@ _store: subprocess.Popen[str] | None = None
 
 @dataclass(frozen=True)
 class Client:
-    """Address of a store, and the prefix of its job."""
+    """Client of a store: the store's address, and the prefix of the job's paths."""
 
     host: str
     port: int
@@ -141,7 +141,7 @@ def connect(job: Job, token: str | None, timeout_s: float) -> Client:
 
 
 def reach(job: Job, token: str | None) -> Client | str:
-    """Returns a client of the job's store if the store answers at a port, else all problems."""
+    """Returns a client of the job's store, or text with the problems of all ports."""
     prefix, problems = store.prefix_of(job.identity, token), []
     for port in job.ports:
         where = f"{job.host}:{port}"
@@ -208,7 +208,7 @@ def has_launcher(found: Mapping[str, str], has_mpi: bool) -> bool:
 
 
 def _refuse_child() -> None:
-    """Raises `RuntimeError` in a child process of a rank, which has inherited its variables."""
+    """Raises `RuntimeError` in a child process that has inherited the variables of a rank."""
     process, _, address = os.environ.get(MEMBER, "").partition(" ")
     # A process with another store is a rank of a job that the registered rank has started.
     if process in ("", str(os.getpid())) or address != os.environ.get(STORE_ADDRESS):

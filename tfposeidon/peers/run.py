@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nodes = parser.add_argument_group("several nodes (default: those of the platform's variables)")
     nodes.add_argument("--nodes", type=int, metavar="M", help="number of nodes")
-    nodes.add_argument("--node-rank", type=int, metavar="I", help="number of this node, from 0")
+    nodes.add_argument("--node-rank", type=int, metavar="I", help="index of this node, from 0")
     nodes.add_argument(
-        "--master", metavar="HOST:PORT", help="address of node 0, and a free port of it"
+        "--master", metavar="HOST:PORT", help="address of node 0, with a free port on that node"
     )
     nodes.add_argument(
         "--token-file",
@@ -124,7 +124,7 @@ def read_command(words: list[str]) -> list[str]:
 
 
 def read_job(options: argparse.Namespace, variables: Mapping[str, str]) -> Job:
-    """Returns the job that options or a platform describe, or else a job of this node."""
+    """Returns the job that options or a platform describe, or else a job of this node only."""
     given = (options.nodes, options.node_rank, options.master)
     if given == (None, None, None):
         found = sources.find(variables)
@@ -187,14 +187,14 @@ def ranks_here(asked: int | None, variables: Mapping[str, str], gpus: list[str])
 def environments(
     job: Job, token: str | None, client: Client, counts: list[int], gpus: list[str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yields number and environment of each local rank; `counts` has the ranks per node."""
+    """Yields the number and environment of each local rank; `counts` has the ranks per node."""
     place = (sum(counts), client.host, (client.port,), job.identity)
     first, count = sum(counts[: job.rank]), counts[job.rank]
     for index in range(count):
         own = Job("tfposeidon run", first + index, *place, node=f"node {job.rank}", has_store=True)
-        # Ranks that share GPUs see all GPUs, so that tfposeidon.init() checks their number.
+        # Ranks that share GPUs see all GPUs, which tfposeidon.init() counts and assigns.
         visible = {sources.VISIBLE_GPUS: gpus[index]} if count <= len(gpus) else {}
-        # An empty variable counts as unset. Output is not buffered, so that `run` prints each line
+        # An empty variable counts as unset. Do not buffer output, so that `run` prints each line
         # immediately.
         common = {sources.TOKEN_FILE: "", rendezvous.MEMBER: "", "PYTHONUNBUFFERED": "1"}
         common |= {sources.TOKEN: token or "", sources.RUN: json.dumps(dataclasses.asdict(own))}

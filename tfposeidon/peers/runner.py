@@ -35,7 +35,7 @@ LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!$)")
 
 @dataclass
 class Rank:
-    """Process of a job. `status` is its exit status, or the negative number of a signal."""
+    """Process of a job. `status` is its exit status, or the negated number of a fatal signal."""
 
     number: int
     node: int
@@ -171,7 +171,7 @@ class Runner:
             task.cancel()
         if log:
             log.close()
-        # End the child processes that the rank has left behind.
+        # End child processes that outlive the rank.
         rank.signal(signal.SIGKILL)
         if failed_first:
             self._fail(rank)

@@ -1,8 +1,8 @@
 """Reads the job of a process from the environment variables of its platform.
 
 Think of each source as a function from variables to a `Job`. `find` returns the job of the first
-complete source with several processes. This module takes the variables as a mapping: it does not
-read the environment.
+complete source with several processes. This module receives the variables as a mapping, and does
+not read the environment.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Job:
     """Job of `size` processes that a source describes to the process with number `rank`.
 
     The store is at `host`, at the first usable of `ports`. `identity` differs between all jobs
-    that run at the same time. `node` is this process's node, and `members` names all processes in
-    messages, if the source gives them. With `one_per_node`, each process may start a rank per GPU;
-    with `has_store`, the process that set the variables runs the store. `unit` is "rank" or "node",
-    and `hint` is a remedy for messages about missing processes.
+    that run at the same time. `node` is this process's node, and `members` are the addresses of all
+    processes for messages; both may be empty. With `one_per_node`, each process may start a rank
+    per GPU; with `has_store`, the process that set the variables runs the store. `unit` is "rank"
+    or "node", and `hint` is a remedy for messages about missing processes.
     """
 
     source: str
@@ -102,7 +102,7 @@ def find(variables: Variables) -> Job | None:
 
 
 def jobs(variables: Variables) -> Iterator[Job | ValueError | str]:
-    """Yields the job, the contradiction or a text with the missing variables of each source."""
+    """Yields each source's job, or its contradiction as an error, or text on missing variables."""
     for name, names, read in SOURCES:
         missing = [one for one in names if not variables.get(one)]
         if missing[:2] == [*names[:2]]:
@@ -159,7 +159,7 @@ def derived_ports(identity: str) -> tuple[int, ...]:
 
 
 def with_settings(job: Job, variables: Variables) -> Job:
-    """Returns a job with the host and port that the user has set; refuses IPv6 addresses."""
+    """Returns a job with the user's host and port; raises `ValueError` for an IPv6 address."""
     host = variables.get(HOST) or job.host
     ports = (_integer(variables, PORT),) if variables.get(PORT) else job.ports
     if ":" in host and job.size > 1:
@@ -283,7 +283,7 @@ def _keras(variables: Variables) -> Job:
     size = _integer(variables, count) if variables.get(count) else len(addresses)
     if len(addresses) not in (1, size):
         raise ValueError(
-            "KERAS_DISTRIBUTION_JOB_ADDRESSES must hold the addresses of all processes, or of the "
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES must list the addresses of all processes, or of the "
             f"coordinator alone. Received: {len(addresses)} addresses of {size} processes. Set one "
             f"address or {size}."
         )
@@ -297,7 +297,7 @@ def _slurm(variables: Variables) -> Job | None:
     restarts = variables.get("SLURM_RESTART_COUNT", "0")
     identity = f"SLURM {variables['SLURM_JOB_ID']}.{variables['SLURM_STEP_ID']} restart {restarts}"
     nodes, node = variables["SLURM_STEP_NODELIST"], variables.get("SLURMD_NODENAME", "")
-    # Accept any word in the place of brackets, because SLURM does not always count in decimals.
+    # Accept any word in place of brackets, because SLURM does not always number nodes in decimal.
     if node and not re.fullmatch(re.sub(r"\[.*?\]", r"\\w+", nodes).replace(",", "|"), node):
         raise ValueError(
             f"SLURMD_NODENAME must be in SLURM_STEP_NODELIST. Received: {node!r} and {nodes!r}. "

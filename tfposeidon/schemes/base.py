@@ -2,8 +2,8 @@
 
 Think of a scheme as a pure function from a gradient and a state to the averaged gradient and a new
 state. The residual is the part of earlier gradients that a scheme has not sent yet. It has the
-shape of the sum from which a scheme selects, which in a hierarchical exchange is the sum of a
-shard.
+shape of the sum from which the scheme selects elements. In a hierarchical exchange, that sum is a
+shard of the node's sum.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ State = tuple[tf.Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """One float32 state tensor of a scheme, which is initially zero.
+    """Float32 state tensor of a scheme, initialized with zeros.
 
     Attributes:
       name: Noun for the values, such as `"residual"`.
       shape: `(n,)` for values of `n` elements of the bucket, `()` for a number that is the same on
         all ranks.
       offset: Index in the bucket of the first of these elements. If the number of ranks changes,
-        the sum over all ranks that hold an element is preserved.
+        each element's sum over the ranks that store it is preserved.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Scheme(Configured, ABC):
     stores their `state`.
 
     Policies, plans and exchanges read the properties declared here and do not depend on the class,
-    so a new scheme overrides the properties whose defaults do not hold. Options must be hashable:
-    ranks compare them, and models are saved with them. Loading a saved scheme requires that Python
-    has imported its module.
+    so a new scheme overrides the properties whose defaults do not hold. Options must be hashable,
+    and Keras must be able to serialize them, because ranks compare them and models are saved with
+    them. Import the module of a custom scheme before you load a model that uses it.
 
     Example:
       >>> import dataclasses, tensorflow as tf
@@ -79,7 +79,7 @@ class Scheme(Configured, ABC):
     """Name that plans print; by default the name of the class in lower case."""
 
     averages: ClassVar[bool] = True
-    """False if the result is not a mean, so that ranks are not weighted by their samples."""
+    """False if the result is not a mean. Ranks are then not weighted by their sample counts."""
 
     loads_evenly: ClassVar[bool] = True
     """True if nodes of equal size send and receive equal numbers of bytes."""
@@ -122,7 +122,7 @@ class Scheme(Configured, ABC):
     # ------------------------------------------------------------------ planning
 
     def refusal(self, description: Description) -> str:
-        """Returns why `AllReduce` must exchange a gradient instead of the scheme, or `""`.
+        """Returns the reason why `AllReduce` must replace this scheme for a gradient, or `""`.
 
         Args:
           description: Description of the gradient.
@@ -133,7 +133,7 @@ class Scheme(Configured, ABC):
         """Returns the scheme for gradients of one structure: this one, or a replacement.
 
         Args:
-          structure: Structure that the scheme's reader found, sized if the step is known.
+          structure: Structure that the scheme's reader found; its size may not be known yet.
           topology: Topology of the job; the result is the same on every rank.
         """
         return self
@@ -148,8 +148,8 @@ class Scheme(Configured, ABC):
           topology: Topology of the job.
 
         Returns:
-          Transfers and local work, in their order; transfers have the names that `exchange` gives
-          them.
+          Transfers and local work, in order; each transfer has the name of its collective in
+          `exchange`.
         """
 
     def bucket_stages(
@@ -164,7 +164,7 @@ class Scheme(Configured, ABC):
           topology: Topology of the job.
 
         Returns:
-          Transfers and local work, in their order.
+          Transfers and local work, in order.
         """
         return self.stages(length, itemsize, topology)
 
@@ -182,7 +182,7 @@ class Scheme(Configured, ABC):
         return total_cost(self.stages(length, itemsize, topology), topology)
 
     def note(self, length: int, topology: Topology) -> str:
-        """Returns a remark if the exchange is unexpected, such as dense for `HiTopK`, or `""`.
+        """Returns a remark on an unexpected exchange, such as a dense one by `HiTopK`, or `""`.
 
         Args:
           length: Number of elements of the bucket.
@@ -227,11 +227,11 @@ class Scheme(Configured, ABC):
           weight: Weight of this rank, a float32 scalar; `None` for 1.
           wire: Collectives of the job.
           name: Prefix of the names of collectives: unique per bucket, the same on every rank.
-          zeros: Variables that hold 0, for tensors that TensorFlow must not fold.
+          zeros: Scalar variables with value 0, for tensors that TensorFlow must not fold.
 
         Returns:
-          Mean over all ranks, `[n]`, and the sum over ranks and variables of the sizes of
-          structures, a float32 scalar.
+          Mean over all ranks, `[n]`, and the sum of the structures' sizes over all ranks and
+          variables, a float32 scalar.
         """
         raise NotImplementedError
 
@@ -284,7 +284,7 @@ class Scheme(Configured, ABC):
         return state
 
     def has_flushed(self, state: State) -> bool:
-        """Returns whether, since `flushing`, a step that was not skipped has sent all residuals.
+        """Returns whether a step that was not skipped has sent all residuals since `flushing`.
 
         Args:
           state: State of the bucket, as eager tensors.
@@ -302,11 +302,11 @@ class ResidualScheme(Scheme, ABC):
     `benchmarks/baselines/one_bit.py` is an example.
 
     Attributes:
-      min_elements: Number of elements below which a variable is sent densely. Each such scheme has
+      min_elements: Number of elements below which a variable is sent densely. Each subclass has
         this option.
     """
 
-    # `FLUSHED` is a separate value: a skipped step sends nothing, and discards the new state.
+    # Two values are necessary, because a skipped step discards the new state and must be repeated.
     FLUSHING: ClassVar[float] = -1.0
     """First number of the state if the next exchange must send everything."""
     FLUSHED: ClassVar[float] = -2.0

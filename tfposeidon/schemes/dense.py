@@ -70,7 +70,7 @@ class AllReduce(WithWireDtype, Scheme):
 
 
 class _ByLevels(Scheme):
-    """Averages a vector in the node, and across nodes."""
+    """Averages a vector within each node, and then across nodes."""
 
     wire_dtype: str | None = None
 
@@ -122,8 +122,8 @@ class AllToAll(WithWireDtype, _ByLevels):
 class Torus2D(WithWireDtype, _ByLevels):
     """Averages by reduce-scatter in the node, all-reduce across nodes, and all-gather (2DTAR).
 
-    With m nodes of n ranks, the ranks at one position of every node all-reduce their shard across
-    nodes, so all n network interfaces of a node are busy at once.
+    With m nodes of n ranks, the ranks at the same position in all nodes all-reduce their shard, so
+    all n network interfaces of a node are busy at once.
 
     Args:
       wire_dtype: Dtype in which values are sent: `None` for the gradient's own (default), or
@@ -136,7 +136,7 @@ class Torus2D(WithWireDtype, _ByLevels):
     and 2 d (m - 1) / (m n) across nodes, for d elements.
     Source: Shi et al. 2021 (CommLib), section 5.3; Mikami et al. 2018. Differs: each reducing stage
     is an all-to-all with a local sum (Theano-MPI's, see `stages`); if nodes differ in size, only
-    ranks at positions that every node has own shards, and the other ranks only contribute.
+    ranks at positions that exist in every node own shards, and the other ranks only contribute.
 
     Example:
       >>> from tfposeidon.schemes import Torus2D, Topology
@@ -192,8 +192,8 @@ class Largest(Scheme):
     """Returns the elementwise maximum over all ranks, by an all-gather.
 
     Plans use this scheme for variables with `overwrite_with_gradient`, such as float8 scales and
-    histories, which are never negative. Keras takes the maximum over accumulated calls, and this
-    scheme takes it over ranks. No policy chooses this scheme.
+    histories, which are never negative. Keras computes the maximum over accumulated calls, and this
+    scheme computes it over ranks. No policy chooses this scheme.
     """
 
     averages: ClassVar[bool] = False

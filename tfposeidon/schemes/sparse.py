@@ -84,7 +84,7 @@ class SparseScheme(ResidualScheme):
     ) -> tuple[tf.Tensor, State]:
         levels = self._levels(gradient.shape[0], wire.topology)
         # Elements are selected from the node's sum (Shi et al. 2021, Algorithm 2), so the owner of
-        # each shard of the sum stores its residual.
+        # each shard of the sum stores the shard's residual.
         self._check_state(state, levels)
         steps, *kept_before = state
         shard = stages.scatter_sum(gradient, levels.node, wire, f"{name}.node_scatter", None)
@@ -148,8 +148,8 @@ class SparseScheme(ResidualScheme):
         packed = wire.all_gather(packed, levels.across.group, f"{name}.pairs_across")
         if gathers := len(lengths) > 1:
             packed = wire.all_gather(packed, node.group, f"{name}.pairs_in_node")
-        # `packed` is ordered by position in the node, then by node. Per position, `messages` has
-        # the number of messages and of pairs in each, and the start of the shard in the result.
+        # `packed` is ordered by position in the node, then by node. For each position, `messages`
+        # has the number of messages, of pairs per message, and the shard's start in the result.
         begins = itertools.accumulate(lengths, initial=0)
         messages = [
             (len(levels.topology.nodes), self._selected_count(n, steps), begin)
@@ -219,7 +219,7 @@ class SparseScheme(ResidualScheme):
             )
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
-        """Returns how many elements of a shard are sent: at least one, if it has any.
+        """Returns the number of elements of a shard that are sent: at least 1 unless it is empty.
 
         `steps=None` means after the warm-up.
         """
@@ -231,7 +231,7 @@ class SparseScheme(ResidualScheme):
         return tf.clip_by_value(count, min(1, length), length)
 
     def _is_dense(self, levels: Levels) -> bool:
-        """Returns whether all steps send values: on one rank, or if pairs would have more bytes."""
+        """Returns whether all steps are dense: on one rank, or if pairs would have more bytes."""
         return levels.topology.size == 1 or all(
             bool(self._pairs_outweigh_values(levels, self._selected_count(n), n))
             for n in levels.node.lengths
@@ -267,10 +267,10 @@ class SparseScheme(ResidualScheme):
 class HiTopK(SparseScheme):
     """Sums in the node, exchanges the largest elements across nodes, and gathers in the node.
 
-    The ranks at one position of every node exchange the largest elements of their shard. Therefore,
-    all n network interfaces of a node are busy at once, and each element is selected once per node,
-    from the sum over the node's ranks. Each rank stores the residual of its shard. The last stage
-    gathers pairs or sums in the node, whichever have fewer bytes.
+    The ranks at the same position in all nodes exchange the largest elements of their shard.
+    Therefore, all n network interfaces of a node are busy at once, and each element is selected
+    once per node, from the sum over the node's ranks. Each rank stores the residual of its shard.
+    The last stage gathers pairs or sums in the node, whichever have fewer bytes.
 
     Args:
       density: Share of elements that each node sends, in (0, 1] (default 0.01).
@@ -281,9 +281,9 @@ class HiTopK(SparseScheme):
         means: with float16 they become infinite beyond 65504; bfloat16 has no such limit.
       momentum: Coefficient of momentum correction (Lin et al. 2018, section 3), in [0, 1) (default
         0: none). The optimizer's own momentum must then be 0.
-      warmup_steps: Steps in which the density falls exponentially to `density` (default 0).
-      min_elements: Variables with fewer elements are sent densely (default 4096): by `AllReduce`,
-        or, with `momentum`, by this scheme at density 1.
+      warmup_steps: Steps in which the density falls exponentially from 1 to `density` (default 0).
+      min_elements: Number of elements below which a variable is sent densely (default 4096): by
+        `AllReduce`, or, with `momentum`, by this scheme at density 1.
 
     Raises:
       ValueError: If an argument is out of its range.

@@ -145,7 +145,7 @@ class Transfer:
         }
 
     def cost(self, topology: Topology) -> Cost:
-        """Returns steps, and the bytes that `topology.rank` sends in its node and across nodes."""
+        """Returns the steps, and the bytes that `topology.rank` sends within and across nodes."""
         messages, node = self.messages(topology.rank), topology.node.ranks
         within = sum((size for peer, size in messages.items() if peer in node), 0.0)
         cross = sum(messages.values()) - within
@@ -158,8 +158,8 @@ class Work:
 
     Args:
       name: Name of the work, unique in the exchange, and the same on all ranks that do it.
-      kind: `"sum"` (including the conversion from 16 to 32 bits), `"encode"` to 16 bits, `"select"`
-        the largest elements, `"scatter"` pairs into a vector, or `"multiply"` matrices.
+      kind: `"sum"` (including the conversion from 16 to 32 bits), `"encode"` to or from 16 bits,
+        `"select"` the largest elements, `"scatter"` pairs into a vector, or `"multiply"` matrices.
       elements: Number of elements that are read or written (default 0).
       pairs: Number of pairs of index and value that are selected or scattered (default 0).
       operations: Additions and multiplications of `"multiply"` (default 0).
@@ -206,10 +206,10 @@ class Shards:
         Args:
           length: Number of elements of the vector.
           group: Ranks that take part.
-          owners: Number of ranks, the first of the group, that own a shard; all by default.
+          owners: Number of ranks that own a shard, from the first of the group; all by default.
 
         Returns:
-          The shards, longer ones first; ranks after the owners have empty ones.
+          The shards, longest first; ranks after the owners have empty shards.
         """
         owners = group.size if owners is None else owners
         lengths = [end - begin for begin, end in even_parts(length, owners)]
@@ -239,7 +239,7 @@ def scatter_sum(
 
     Args:
       vector: Vector to sum, `[sum(shards.lengths)]` floating point.
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       wire: Collectives of the job.
       name: Name of the collective, the same on every rank.
       wire_dtype: Dtype in which values are sent; `None` for the vector's own.
@@ -268,7 +268,7 @@ def gather(encoded: tf.Tensor, shards: Shards, wire: Wire, name: str) -> tf.Tens
 
     Args:
       encoded: Shard of this rank, `[own length]`, in the dtype that is sent.
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       wire: Collectives of the job.
       name: Name of the collective, the same on every rank.
 
@@ -286,7 +286,7 @@ def scatter_sum_stages(
     """Describes `scatter_sum`: P - 1 messages of a shard each, whose values are then summed.
 
     Args:
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       itemsize: Size in bytes of an element in the vector's own dtype.
       topology: Topology of the job; `topology.rank` is the rank described.
       wire_dtype: Dtype in which values are sent; `None` for the vector's own.
@@ -313,7 +313,7 @@ def gather_stages(
     """Describes `gather`: P - 1 messages of a shard each.
 
     Args:
-      shards: Shards of the ranks.
+      shards: Group of ranks, with the length of each shard.
       itemsize: Size in bytes of an element in the vector's own dtype.
       wire_dtype: Dtype in which values are sent; `None` for the vector's own.
       name: Name of the collective.
@@ -355,8 +355,8 @@ def encoding(length: int, wire_dtype: str | None, name: str) -> tuple[Stage, ...
 class Levels:
     """A vector sharded over the ranks of a node, and this rank's shard again over nodes.
 
-    If nodes differ in size, only ranks at positions that every node has own shards. The other ranks
-    take no part across nodes.
+    If nodes differ in size, only ranks at positions that exist in every node own shards. The other
+    ranks do not take part in exchanges across nodes.
     """
 
     length: int

@@ -36,7 +36,7 @@ class WithWireDtype:
 def check_wire_dtype(
     wire_dtype: str | None, allowed: tuple[str, ...] = WIRE_DTYPES, remedy: str = ""
 ) -> None:
-    """Refuses a dtype in which values cannot be sent, with an error that ends with `remedy`."""
+    """Raises `ValueError`, which ends with `remedy`, if values cannot be sent in a dtype."""
     if wire_dtype is not None and wire_dtype not in allowed:
         names = ", ".join(f'"{name}"' for name in allowed)
         raise ValueError(
@@ -94,7 +94,7 @@ def pack_pairs(values: tf.Tensor, indices: tf.Tensor, wire_dtype: str | None) ->
 def unpack_pairs(
     packed: tf.Tensor, groups: Sequence[tuple[int, Any, int]], wire_dtype: str | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Inverts `pack_pairs` for runs of messages; also returns how many pairs each message has.
+    """Inverts `pack_pairs` for runs of messages; also returns each message's number of pairs.
 
     Each of `groups` describes a run of messages of one length: the number of messages, the number
     of pairs in each, and an offset to add to the indices. The returned counts are int64.

@@ -42,7 +42,7 @@ class TensorFlowThreads : public Parallel {
 
 // Borrows a workspace during one call. Idle workspaces are retained, as many as were ever in use at
 // the same time. Kernels own no workspaces, because each bucket has a kernel, and each kernel would
-// retain its own.
+// retain a separate workspace.
 class BorrowedWorkspace {
  public:
   BorrowedWorkspace() {

@@ -26,13 +26,13 @@ struct InnerLoops {
   const char* name;
 
   // Writes the elements of x[0 .. n-1] whose key is > above, in order: indices (plus `base`) and
-  // bits. Returns their number. `n` is at most kBlock; `indices` and `bits` have room for n +
-  // kSlack.
+  // bits. Returns their number. `n` is at most kBlock; `indices` and `bits` have space for n +
+  // kSlack elements.
   int64_t (*filter)(const float* x, int64_t n, int32_t above, uint32_t base, uint32_t* indices,
                     uint32_t* bits);
 
-  // Writes the keys in (low, high] of bits[0 .. n-1]; returns their number. `keys` has room for n +
-  // kSlack.
+  // Writes the keys in (low, high] of bits[0 .. n-1]; returns their number. `keys` has space for
+  // n + kSlack elements.
   int64_t (*between)(const uint32_t* bits, int64_t n, int32_t low, int32_t high, uint32_t* keys);
 
   // Writes those of n candidates whose key is > above: indices (plus `base`) and values. Returns

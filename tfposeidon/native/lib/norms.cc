@@ -7,7 +7,7 @@
 namespace tfposeidon {
 namespace {
 
-// Threads take this many chunks at a time, because a network has many short vectors.
+// A thread claims this many chunks at once, because many vectors of a network are short.
 constexpr int64_t kTaken = 4;
 
 int64_t total_size(const std::vector<Span>& vectors) {

@@ -1,4 +1,4 @@
-// Provides data to select from. Each reading of x[i] computes, writes and returns the same value.
+// Provides data to select from. Each read of x[i] computes, writes and returns the same value.
 
 #ifndef TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
 #define TFPOSEIDON_NATIVE_LIB_GPU_SOURCES_H_
