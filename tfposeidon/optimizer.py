@@ -68,7 +68,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         communication. More than 1 requires a functional or `Sequential` model, alone or as a layer
         of another model. XLA then compiles only its layers, about equally many in each segment.
       name: Name of the optimizer (default `"distributed_optimizer"`).
-      **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
+      **others: Unknown arguments, which raise a `TypeError`. For arguments of Horovod's optimizer,
         the error names the replacement.
 
     Raises:
@@ -187,7 +187,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _accumulate(
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
-        """Calls the inner optimizer, with accumulated gradients if an update is due, else zeros."""
+        """Calls the inner optimizer with accumulated gradients, or zeros if no update is due."""
         # The inner optimizer accumulates as well. It receives zeros, and in the call that makes an
         # update, the averaged gradients times the number of calls.
         inner, updater, batch = self.inner_optimizer, self.updater, self._exchange.batch

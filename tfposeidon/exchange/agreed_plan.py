@@ -2,7 +2,7 @@
 
 There is one plan for each list of variables that the optimizer is called with. A GAN, or a model
 that is trained in parts, has several plans. A `Planner` makes the plans, by default from the policy
-alone. A policy whose choices depend on other data, such as predicted steps, has its own subclass of
+alone. A policy whose choices depend on other data, such as predicted times, has its own subclass of
 `Planner`.
 """
 
@@ -185,7 +185,7 @@ class AgreedPlans:
         own = {
             "scheme": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
-            "links": links.to_json() if links else runtime.measures_network(),
+            "network": links.to_json() if links else runtime.measures_network(),
         }
         exchanger.agree(self._prefix(), grads, own | settings)
         exchanger.xla_functions = compiled
@@ -274,7 +274,7 @@ class AgreedPlans:
 
 
 def _check_compiled(functions: int, agreed: int) -> None:
-    """Refuses another number of functions that XLA compiles than ranks have agreed on."""
+    """Raises `ValueError` if the number of functions that XLA compiles is not the agreed one."""
     if functions != agreed:
         raise ValueError(
             "XLA must compile the same number of functions in all steps of an optimizer, because "
@@ -293,8 +293,8 @@ def _notes(
     yield _weighing(settings)
     if functions := settings["functions compiled by XLA"]:
         yield (
-            f"XLA compiles the gradients in {functions} function(s): those of a function are ready "
-            "together, and its matrices have no sufficient factors"
+            f"XLA compiles the gradients in {functions} function(s): the gradients of a function "
+            "are ready together, and have no sufficient factors"
         )
     for member, (grad, path) in enumerate(zip(grads, plan.paths, strict=True)):
         if isinstance(grad, tf.IndexedSlices) and member not in plan.structured:
@@ -318,7 +318,7 @@ def _key(variables: list[Any]) -> Any:
 
 
 def _check_structures(plan: Plan, policy: Policy) -> None:
-    """Refuses a scheme that exchanges structures if no gradient has a structure."""
+    """Raises `ValueError` if a scheme exchanges structures, but no gradient has a structure."""
     reader = policy.reader
     if reader is None or plan.structured:
         return

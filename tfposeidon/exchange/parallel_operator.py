@@ -34,7 +34,7 @@ ROUNDS = 7
 """Number of measurements of each method, including the first, which traces and is discarded."""
 
 
-# Number the calls, because Horovod matches collectives by name. All ranks call equally often.
+# Number the calls, because Horovod matches collectives by name. All ranks make the same calls.
 _numbers = itertools.count()
 
 
