@@ -1,4 +1,4 @@
-"""Lets Keras save and load frozen dataclasses with a model."""
+"""Defines the base class of frozen dataclasses that Keras saves and loads with a model."""
 
 from __future__ import annotations
 

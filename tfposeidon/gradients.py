@@ -109,7 +109,7 @@ class GradientReader(Protocol):
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if only some ranks have a gradient that all ranks must have.
+        """Adds assertions that fail if only some ranks have a gradient that all ranks must have.
 
         `ranks` has the number of ranks with each gradient, `[variables]`, and `present` is the
         number of ranks with a batch.

@@ -309,7 +309,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
 
 def _accumulate_inside(optimizer: Any, steps: int) -> None:
-    """Makes an optimizer accumulate gradients, as if it had been constructed with `steps`."""
+    """Configures an optimizer to accumulate gradients over `steps` calls, as in its constructor."""
     for leaf in leaves(optimizer):
         own = leaf.gradient_accumulation_steps
         if leaf.built or own not in (None, steps):

@@ -102,7 +102,7 @@ def next_prefix() -> str:
 
 
 class AgreedPlans:
-    """Holds an `Exchanger` with its plan for each list of variables that `apply` has received.
+    """Stores an `Exchanger` with its plan for each list of variables that `apply` has received.
 
     `exchangers` is in the order of creation. `choose_norms` chooses how layer norms are computed;
     see `parallel_operator`.

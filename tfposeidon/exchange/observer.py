@@ -1,4 +1,4 @@
-"""Observes traced steps: observers add ops, such as clocks, to a step. The default is none."""
+"""Observes traced steps: an observer adds ops, such as clocks. By default, there is none."""
 
 from __future__ import annotations
 

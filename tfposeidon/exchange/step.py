@@ -243,7 +243,7 @@ class Step:
         return self.is_timed or self.plans.planner.is_watching
 
     def flush(self) -> None:
-        """Makes all later steps send all residuals, so that a change of schemes loses none."""
+        """Starts a flush: later steps send all residuals, so that a scheme change loses none."""
         for exchanger in self.plans.exchangers.values():
             if exchanger.is_used:
                 exchanger.states.flush()
@@ -306,11 +306,11 @@ class BatchCount:
         return is_known
 
     def counting(self, data: Any) -> contextlib.AbstractContextManager[None]:
-        """Makes `apply` weight this rank by the count of `data` within this context."""
+        """Returns a context in which `apply` weights this rank by the count of `data`."""
         return self._setting(sample_counts.counted(self.function or sample_counts.batch_size, data))
 
     def counting_none(self) -> contextlib.AbstractContextManager[None]:
-        """Makes `apply` average gradients without any samples of this rank within this context."""
+        """Returns a context in which `apply` averages gradients without samples of this rank."""
         return self._setting(tf.zeros([], tf.int32))
 
     @contextlib.contextmanager

@@ -196,7 +196,7 @@ def broadcast_state(
 
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Makes all ranks start with one rank's values, but with different seeds; collective."""
+    """Assigns one rank's values on all ranks, but a different seed on each; collective."""
     # A snapshot within an epoch contains each rank's own statistics, so do not compare them.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)

@@ -39,7 +39,7 @@ _OF_ONE_RANK = ("none", "only_first_replica")
 
 
 def samples_seen(model: keras.Model) -> float | None:
-    """Returns how many samples Keras's loss tracker has counted; `None` without a loss tracker."""
+    """Returns the number of samples in Keras's loss tracker; `None` without a loss tracker."""
     # A model that overrides `metrics` may have a metric of the same name that counts steps.
     if type(model).metrics is not keras.Model.metrics:
         return None
@@ -117,7 +117,7 @@ class _Phase:
 
 
 def _results(metrics: dict[str, Any], values: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns the numeric results of metrics by name, while their variables hold `values`."""
+    """Returns the numeric results of metrics by name, computed from `values` of their variables."""
     pairs = [
         pair
         for key, metric in metrics.items()

@@ -116,7 +116,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _prepare_train_step(model: Any, optimizers: list[Any], functions: int) -> None:
-    """Makes the model's train step count samples and compile `functions` functions with XLA."""
+    """Wraps the train step: it then counts samples, and XLA compiles `functions` functions."""
     # XLA compiles the steps of a single rank, and has no access to variables on the CPU.
     for optimizer in optimizers if runtime.size() > 1 else ():
         optimizer.exchange.batch.build()

@@ -211,7 +211,7 @@ class Session:
         self.callbacks_with_state = weakref.WeakValueDictionary(found)
 
     def resume_at(self, epoch: int, batches: int) -> None:
-        """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
+        """Resumes the starting `fit` within an epoch; earlier batches are read and dropped."""
         # Keras's `fit` reads this attribute after `on_train_begin`, for `BackupAndRestore`.
         self.model._initial_epoch = epoch
         self.batches_to_skip = batches
@@ -252,7 +252,7 @@ class Session:
         return {}
 
     def flush(self) -> None:
-        """Makes later steps send all residuals."""
+        """Starts a flush, in which later steps send all residuals."""
         for optimizer in self.optimizers:
             optimizer.exchange.flush()
 
@@ -278,7 +278,7 @@ class Session:
         self.wrap_train_function()
 
     def wrap_train_function(self) -> None:
-        """Makes the model's train function a `TrainFunction` with the current hooks."""
+        """Wraps the model's train function in a `TrainFunction`, and updates its hooks."""
         if not isinstance(self.model.train_function, TrainFunction):
             self.is_outside_of_fit = False
             self.model.train_function = TrainFunction(self)
