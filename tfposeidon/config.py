@@ -36,7 +36,7 @@ class Configured:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Returns an object from the result of `get_config`."""
+        """Creates an object from the result of `get_config`."""
         return cls(**{name: _with_tuples(value) for name, value in config.items()})
 
 

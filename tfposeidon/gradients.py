@@ -27,7 +27,7 @@ from tfposeidon.state.placement import Placement, StateDescription
 class Structure(Protocol):
     """Structure of a gradient that a `GradientReader` found; hashable, and the same on every rank.
 
-    Its size, such as a number of batch rows, is known only once a step has run.
+    Its size, such as the number of batch rows, is known only once a step has run.
     """
 
     @property
@@ -35,7 +35,7 @@ class Structure(Protocol):
         """True if the size is known."""
 
     def sized(self, size: float | None) -> Structure:
-        """Returns the structure with a mean size over ranks, or with an unknown size (`None`)."""
+        """Returns the structure with `size`, a mean over ranks; `None` means an unknown size."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class GradientReader(Protocol):
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns each gradient's structure on this rank, or the reason for none, for JSON."""
+        """Returns, for JSON, each gradient's structure on this rank, or why it has none."""
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]
     ) -> list[Description]:
-        """Returns the descriptions with the structures that all ranks found, or with reasons."""
+        """Returns descriptions with the structure that all ranks found, or the reason for none."""
 
     def missing(self, scheme: str, description: Description) -> str:
         """Returns the error text if no gradient has the structure that a scheme needs, or `""`."""

@@ -106,7 +106,7 @@ def init(
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
-        # Choose the GPU after `watch`, so that all ranks learn the cause if this fails.
+        # Choose the GPU after `watch`, so that all ranks report the cause if this fails.
         start.choose_own_gpu()
     _set_network(network, _wire.topology)
     return _wire.topology
@@ -262,7 +262,7 @@ def leader() -> int:
 
 
 def log_once(text: str, *values: object) -> None:
-    """Logs a job-wide message on the leader only; arguments as for `logging`."""
+    """Logs a job-wide message on the leader only, with the arguments of `logging.warning`."""
     if rank() == leader():
         # Log a warning: without a logging configuration, Python omits messages below that level.
         log.warning(text, *values)

@@ -200,7 +200,7 @@ def _check_layout(hvd: Any, expected: Topology | launcher.ProcessRank) -> None:
 
 
 def require_gpu_per_rank(ranks_here: int | None) -> None:
-    """Raises `RuntimeError` if ranks share a GPU, with which NCCL would fail at a collective."""
+    """Raises `RuntimeError` if ranks share a GPU, because NCCL's first collective would fail."""
     import horovod.tensorflow as hvd
 
     if ranks_here is None or not hvd.nccl_built() or sources.VISIBLE_GPUS in os.environ:

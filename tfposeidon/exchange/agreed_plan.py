@@ -123,7 +123,7 @@ class AgreedPlans:
 
     @property
     def planner(self) -> Planner:
-        """Planner of the current policy; one that predicts steps if there is a network profile."""
+        """Planner of the current policy; it predicts step times if there is a network profile."""
         if self._planner is None:
             make = self.policy.planner or Planner
             if self.policy.is_fixed and runtime.network_profile() is not None and names.PLANNERS:
@@ -195,7 +195,7 @@ class AgreedPlans:
         exchanger.norm_method = self.choose_norms(
             inner_optimizer, variables, exchanger.wire, f"{exchanger.prefix}"
         )
-        # Check the new plan, which may have other schemes.
+        # Check again, because the new plan may contain other schemes.
         check_optimizer(exchanger.plan, inner_optimizer)
         exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
 

@@ -150,7 +150,7 @@ class Means:
         )
 
     def keep_state(self) -> None:
-        """Assigns the new state if all ranks had a batch, weights move, and values are finite."""
+        """Assigns the new state if all ranks had a batch, `moves` holds, and values are finite."""
         if not self.state:
             return
         everybody = True if self.everybody is None else self.everybody

@@ -186,7 +186,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of schemes, buckets, shapes and structures; not of paths, which may differ."""
+        """Digest of schemes, buckets, shapes and structures, but not of paths, which may differ."""
         content = [
             (b.scheme, b.members, [(d.shape, d.dtype) for d in b.descriptions], b.structures)
             for b in self.buckets

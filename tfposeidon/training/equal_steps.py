@@ -295,7 +295,7 @@ def _without_samples(model: Any) -> Any:
 class PlannerCallbacks(keras.callbacks.Callback):
     """Keras callback that runs the callbacks of optimizers' planners, each class once per model.
 
-    At the start of each epoch it adds missing callbacks, because a schedule may have replaced a
+    At the start of each epoch, it adds missing callbacks, because a schedule may have replaced a
     planner.
     """
 

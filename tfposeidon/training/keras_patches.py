@@ -240,7 +240,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
 
 @contextlib.contextmanager
 def _trying(way: str) -> Iterator[None]:
-    """Suppresses an error of one way to build a model, because the first step can build it."""
+    """Suppresses errors while a model is built, because its first step can build it instead."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the code of a model may raise any error.
