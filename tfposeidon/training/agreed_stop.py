@@ -31,7 +31,7 @@ class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
     In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
-    wait for this rank. It is not deferred if each step exchanges and detects exhausted input.
+    wait for this rank. It is not deferred if ranks detect exhausted input when they exchange.
 
     `is_over` returns whether the epoch has ended on another rank. Ranks compare settings before the
     first epoch and after each epoch. They compare replicated values, such as weights, before each

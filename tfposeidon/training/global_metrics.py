@@ -322,7 +322,7 @@ def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
 
 
 def refuse_synchronized(model: Any) -> None:
-    """Raises `ValueError` for synchronized batch normalization, which Keras cannot run on ranks."""
+    """Raises `ValueError` for a synchronized `BatchNormalization`, which ranks do not support."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             raise ValueError(
