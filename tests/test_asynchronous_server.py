@@ -16,7 +16,7 @@ from tfposeidon.elastic_averaging.server import Server
 
 
 class _Told:
-    """A server of three workers, which receives calls as from its threads."""
+    """Server of three workers, whose calls it receives from the test instead of its threads."""
 
     def __init__(self):
         self._server = Server(dict.fromkeys((1, 2, 3)), [], stall_limit_s=0)

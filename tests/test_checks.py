@@ -4,7 +4,7 @@ import pytest
 
 from tfposeidon.checks import at_first_entry, at_first_item, in_full, require_equal
 
-RULE, REMEDY = "All ranks must do alike", "Do so."
+RULE, REMEDY = "All ranks must pass the same value", "Pass it on every rank."
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ RULE, REMEDY = "All ranks must do alike", "Do so."
     ],
 )
 def test_the_first_rank_that_differs_is_named(received, show, message):
-    with pytest.raises(ValueError, match="alike") as raised:
+    with pytest.raises(ValueError, match="must pass the same value") as raised:
         require_equal(received, RULE, REMEDY, show, ValueError)
     assert str(raised.value) == f"{RULE}. Received: {message}. {REMEDY}"
 

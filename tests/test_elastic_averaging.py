@@ -51,7 +51,7 @@ def test_unknown_arguments_are_refused():
         tp.ElasticAveraging(_sgd(), compression="fp16")
 
 
-def test_one_rank_is_refused_when_it_trains():
+def test_training_on_one_rank_is_refused():
     model = models.mlp()
     model.compile(tp.ElasticAveraging(_sgd()), models.LOSS)
     with pytest.raises(ValueError, match="a server and at least one worker"):
@@ -85,7 +85,7 @@ def test_models_are_saved_and_loaded_on_one_rank(tmp_path):
 
 
 class _PairOfOne:
-    """Simulates both sides of a pair: a collective joins the last two values."""
+    """Simulates both sides of a pair: a collective combines the last two values."""
 
     def __init__(self):
         self.topology = Topology(0, ((0,), (1,)))

@@ -286,7 +286,7 @@ class _CompilesItself(keras.Model):
 
 
 @pytest.mark.parametrize(("scheme", "wanted"), [("allreduce", True), ("hitopk", False)])
-def test_xla_is_disabled_for_optimizers_assigned_after_compile(scheme, wanted):
+def test_xla_depends_on_the_scheme_of_optimizers_assigned_after_compile(scheme, wanted):
     model = _CompilesItself()
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
     with mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]):
@@ -296,7 +296,7 @@ def test_xla_is_disabled_for_optimizers_assigned_after_compile(scheme, wanted):
     assert set(model.noting.seen) == {wanted}
 
 
-def test_a_compiled_model_inside_keeps_its_optimizer():
+def test_a_compiled_inner_model_keeps_its_optimizer():
     encoder = models.mlp()
     encoder.compile(tp.DistributedOptimizer(SGD(0.1)), models.LOSS)
     probe = keras.Sequential([encoder, keras.layers.Dense(2)])
@@ -306,7 +306,7 @@ def test_a_compiled_model_inside_keeps_its_optimizer():
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_accumulation_of_gradients_that_are_missing_equals_keras():
+def test_accumulation_of_missing_gradients_equals_keras():
     """A variable without a gradient in the last call of an update is not updated, and is reset."""
     present = [(1, 1), (1, 0), (0, 1), (1, 1), (1, 1), (1, 0), (0, 1), (1, 1)]
     ends = []

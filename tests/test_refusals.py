@@ -1,4 +1,4 @@
-"""Bad arguments of the optimizer and of callbacks are refused before training."""
+"""Invalid arguments of optimizers and callbacks raise errors before training."""
 
 import re
 from unittest import mock
@@ -95,7 +95,7 @@ from tfposeidon import schemes
         (lambda: tp.local.Outer("sgd"), "`optimizer` must be a Keras optimizer"),
     ],
 )
-def test_bad_input_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         make()
 
@@ -110,7 +110,7 @@ def test_variables_must_be_floating_point(dtype):
 @pytest.mark.parametrize(
     "wrap", [tp.DistributedOptimizer, tp.LocalUpdates, tp.ElasticAveraging], ids=str
 )
-def test_a_loss_scale_inside_ours_is_refused(wrap):
+def test_an_inner_loss_scale_is_refused(wrap):
     remedy = rf"Write LossScaleOptimizer\({wrap.__name__}\(optimizer\)\)"
     with pytest.raises(ValueError, match=remedy):
         wrap(keras.optimizers.LossScaleOptimizer(SGD()))
@@ -146,7 +146,7 @@ def test_other_backends_are_refused():
         tp.DistributedOptimizer(SGD())
 
 
-def test_plain_keras_is_not_refused():
+def test_plain_keras_models_remain_unchanged():
     trained(tp.DistributedOptimizer(SGD(0.1)))
     model = trained(SGD(0.1))
     assert type(model.optimizer) is SGD
@@ -199,7 +199,7 @@ def test_unknown_variables_are_refused():
         ),
     ],
 )
-def test_callbacks_refuse_bad_input(make, message):
+def test_callbacks_refuse_invalid_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -214,7 +214,7 @@ def test_callbacks_refuse_learning_rate_schedules():
         )
 
 
-def test_a_schedule_of_schemes_needs_our_optimizer_and_comes_first():
+def test_a_schedule_of_schemes_needs_a_distributed_optimizer_and_comes_first():
     schedule = keras_callbacks.SchemeSchedule({0: "alltoall"})
     model = models.mlp()
     model.compile(optimizer=SGD(), loss=models.LOSS)

@@ -22,7 +22,7 @@ def shares(data, size):
 
 
 def check_law(parts, expected=range(N), most=1):
-    """Checks the lists of samples of all ranks."""
+    """Checks that one rank has each expected sample, and that lengths differ by `most` at most."""
     assert sorted(sample for part in parts for sample in part) == sorted(expected)
     lengths = [len(part) for part in parts]
     assert max(lengths) - min(lengths) <= most, lengths

@@ -1,3 +1,5 @@
+"""Tests the progress bar."""
+
 import io
 import sys
 from types import SimpleNamespace

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Show = Callable[[Any, Any], tuple[str, str]]
-"""Formats two different values, each as a text, in full or only where they differ."""
+"""Function that formats two different values as strings, in full or only where they differ."""
 
 
 # ------------------------------------------------------------------ arguments
@@ -128,7 +128,7 @@ def different_ranks(received: Sequence[Any]) -> list[int]:
 def first_difference(
     first: Sequence[Any], other: Sequence[Any], show: Callable[[Any], str] = str
 ) -> tuple[int, str, str]:
-    """Returns the first index at which two lists differ, and each list's item there as a text."""
+    """Returns the first index at which two lists differ, and both items there as strings."""
     pairs = enumerate(zip(first, other, strict=False))
     shorter = min(len(first), len(other))
     index = next((index for index, (a, b) in pairs if a != b), shorter)

@@ -30,7 +30,7 @@ _OF_CONTROL_FLOW = (
     func_graphs.WhileBodyFuncGraph,
 )
 # Horovod sums these dtypes. Tensors of the dtypes in `_WIDER` are cast first, and complex tensors
-# are sent as pairs of real ones.
+# are sent as their real and imaginary parts.
 _ADDED = ("float16", "float32", "float64", "int32", "int64")
 _WIDER = {
     # A sum of float16 values may overflow although their mean does not.
@@ -48,7 +48,7 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
     All ranks must call this function together, outside of any `tf.function`.
 
     Args:
-      variables: Keras or TensorFlow variable of any dtype, including strings, or a structure of
+      variables: A Keras or TensorFlow variable of any dtype, including strings, or a structure of
         such variables (lists, tuples, dictionaries), in the same order on every rank.
       root_rank: Rank whose values all ranks receive (default 0).
 
@@ -78,7 +78,7 @@ def broadcast_variables(variables: Any, root_rank: int = 0) -> None:
     for one in flat:
         if not isinstance(one, keras.Variable | tf.Variable):
             raise ValueError(
-                "`variables` must hold keras.Variable or tf.Variable, which are updated in "
+                "`variables` must hold keras.Variable or tf.Variable objects, which are updated in "
                 f"place. Received: {type(one).__name__}. To get the value of another rank, gather "
                 "the values of all ranks (tp.all_gather)."
             )
@@ -91,8 +91,8 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
 
     All ranks must call this function in the same order, eagerly or in a `tf.function`. In a
     `tf.function`, the result must be used, because TensorFlow prunes unused ops. TensorFlow may run
-    iterations of a loop in parallel, and Horovod then refuses two collectives of the same name:
-    make the value depend on the previous iteration, or set `parallel_iterations=1` with
+    iterations of a loop in parallel, but Horovod rejects concurrent collectives of the same name.
+    In a loop, make the value depend on the previous iteration, or set `parallel_iterations=1` with
     `tf.autograph.experimental.set_loop_options`.
 
     Args:
@@ -259,7 +259,7 @@ def _on_each(
 
 
 def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name: str) -> None:
-    """Raises an error on all ranks if any rank refused its arguments, or if arguments differ."""
+    """Raises an error on all ranks if any rank's arguments are invalid, or if arguments differ."""
     ranks = exchange_objects([str(refusal or ""), given], wire, name)
     refused = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(ranks) if text]
     if refused:
@@ -269,7 +269,7 @@ def _compare(given: dict[str, Any], refusal: Exception | None, wire: Wire, name:
     require_equal(
         [described for _, described in ranks],
         "All ranks must pass values of the same structure and type to a collective",
-        "Give every rank the same structure, with values of the same shapes and dtypes.",
+        "Pass the same structure, with values of the same shapes and dtypes, on every rank.",
         at_first_entry(),
     )
 
@@ -303,7 +303,7 @@ def _reduced(tensor: tf.Tensor, op: str, wire: Wire, name: str) -> tf.Tensor:
         pairs = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1)
         return tf.complex(*tf.unstack(_reduced(pairs, op, wire, name), axis=-1))
     carried = tf.cast(tensor, _WIDER.get(tensor.dtype.name, tensor.dtype))
-    # Retain the shape, so that Horovod refuses different shapes. Make the tensor opaque, because a
+    # Retain the shape, so that Horovod rejects different shapes. Make the tensor opaque, because a
     # script may pass a constant, and Grappler folds a collective on a constant.
     row = carried[tf.newaxis] if carried.shape.rank is not None else tf.reshape(carried, [1, -1])
     scale = 1.0 / wire.topology.size if op == "mean" else 1.0

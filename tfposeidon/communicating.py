@@ -32,7 +32,7 @@ HOROVODS = {
     'scheme=tp.schemes.AllToAll(wire_dtype="float16") halves the bytes, "hitopk" sends only '
     "the largest elements",
     "backward_passes_per_step": "use gradient_accumulation_steps for 2 or more, and leave it out "
-    "for 1; gradients of the calls are averaged, so multiply the learning rate by it for sums",
+    "for 1; gradients of n calls are averaged: for sums, multiply the learning rate by n",
     "average_aggregated_gradients": "leave it out: accumulated gradients are averaged; for sums, "
     "multiply the learning rate by gradient_accumulation_steps",
     "op": "leave it out: gradients are averaged over ranks",
@@ -138,7 +138,7 @@ class CommunicatingOptimizer(OptimizerWrapper):
 
     # ------------------------------------------------------------------ steps
 
-    # Exclude this code from AutoGraph, which would convert it in custom steps without need.
+    # Exclude this code from AutoGraph, which would needlessly convert it in custom train steps.
     @override
     @tf.autograph.experimental.do_not_convert
     def apply(
@@ -147,13 +147,13 @@ class CommunicatingOptimizer(OptimizerWrapper):
         """Performs one step with the gradients of this rank's batch.
 
         Args:
-          grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. With an empty list
-            the call does nothing.
+          grads: Gradients, one per variable: tensors, `IndexedSlices` or `None`. A call with an
+            empty list has no effect.
           trainable_variables: Trainable variables; by default, those of `build`.
           sample_count: Number of samples from which this rank computed the gradients. Ranks are
             weighted by these numbers, so that averaged gradients are exact for unequal batches.
             `None` (default) uses the count of `fit`, and outside of `fit` weights all ranks
-            equally. Either all ranks must pass a number, or none.
+            equally. If one rank passes a number, all ranks must pass one.
 
         Raises:
           ValueError: When a step is traced, if it is inside XLA or `tf.distribute`, if the numbers
@@ -179,8 +179,8 @@ class CommunicatingOptimizer(OptimizerWrapper):
         # Prevent the inner optimizer from unscaling gradients a second time. Keras does the same
         # for the inner optimizer of a loss scale.
         self.inner_optimizer.loss_scale_factor = None
-        # Use a weak reference, so that neither Keras nor `leaves` takes the loss scale for an inner
-        # optimizer.
+        # Use a weak reference, so that neither Keras nor `leaves` mistakes the loss scale for an
+        # inner optimizer.
         before, self._around = self._around, weakref.ref(loss_scale)
         # Average gradients first, so that all ranks detect the same infinities. The loss scale is
         # then the `updater`: it checks that averaged gradients are finite, and passes them to
@@ -346,7 +346,7 @@ def unwrap(optimizer: keras.optimizers.Optimizer) -> CommunicatingOptimizer:
 def check_no_more_arguments(
     owner: str, others: Mapping[str, Any], horovods: Mapping[str, str] = HOROVODS
 ) -> None:
-    """Refuses all unknown arguments in one error, with replacements for Horovod's arguments."""
+    """Raises one `TypeError` for all unknown arguments; names the replacements for Horovod's."""
     if not others:
         return
     lines = [
@@ -360,11 +360,11 @@ def check_no_more_arguments(
 
 
 def _check_inner(owner: str, inner: Any) -> None:
-    """Refuses inner optimizers that communicate, are loss scales, or are not Keras optimizers."""
+    """Raises `ValueError` if `inner` communicates, is a loss scale, or is not a Keras optimizer."""
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise ValueError(
             f"`inner_optimizer` must be a Keras 3 optimizer. Received: {inner!r} of type "
-            f"{type(inner).__name__}. Pass for example keras.optimizers.SGD(0.1)."
+            f"{type(inner).__name__}. Pass, for example, keras.optimizers.SGD(0.1)."
         )
     if any(isinstance(one, CommunicatingOptimizer) for one in (inner, innermost(inner))):
         raise ValueError(
@@ -382,7 +382,7 @@ def _check_inner(owner: str, inner: Any) -> None:
 
 
 def check_no_averages(optimizer: str, inner: Any) -> None:
-    """Refuses `use_ema`, because it would average weights that differ between ranks."""
+    """Raises `ValueError` for `use_ema`, which would average weights that differ between ranks."""
     if any(leaf.use_ema for leaf in leaves(inner)):
         raise ValueError(
             f"{optimizer} does not support use_ema, because weights differ between ranks. "
@@ -394,7 +394,7 @@ def check_no_averages(optimizer: str, inner: Any) -> None:
 def check_all_variables(
     optimizer: str, given: Sequence[Any], known: Sequence[Any], alternative: str = ""
 ) -> None:
-    """Requires that a call updates all variables of an optimizer, in their order."""
+    """Raises `ValueError` unless a call updates all variables of an optimizer, in their order."""
     if [id(variable) for variable in given] != [id(variable) for variable in known]:
         raise ValueError(
             f"{optimizer} must update all its variables in each call, in their order. Received: "
@@ -404,7 +404,7 @@ def check_all_variables(
 
 
 def check_saves_weights_only(name: str, callbacks: Sequence[Any]) -> None:
-    """Refuses an `OrbaxCheckpoint` of optimizer state, because the state differs between ranks."""
+    """Raises `ValueError` if an `OrbaxCheckpoint` saves optimizer state, which differs by rank."""
     for one in callbacks:
         if isinstance(one, keras.callbacks.OrbaxCheckpoint) and not one.save_weights_only:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Lets Keras save and load frozen dataclasses with a model."""
+"""Defines the base class of frozen dataclasses that Keras saves and loads with a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Configured:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Returns an object from the result of `get_config`."""
+        """Creates an object from the result of `get_config`."""
         return cls(**{name: _with_tuples(value) for name, value in config.items()})
 
 

@@ -27,7 +27,7 @@ from tfposeidon.state.placement import Placement, StateDescription
 class Structure(Protocol):
     """Structure of a gradient that a `GradientReader` found; hashable, and the same on every rank.
 
-    Its size, such as a number of batch rows, is known only once a step has run.
+    Its size, such as the number of batch rows, is known only once a step has run.
     """
 
     @property
@@ -35,7 +35,7 @@ class Structure(Protocol):
         """True if the size is known."""
 
     def sized(self, size: float | None) -> Structure:
-        """Returns the structure with a size, the mean over ranks; `None` means unknown."""
+        """Returns the structure with `size`, a mean over ranks; `None` means an unknown size."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +88,12 @@ class GradientReader(Protocol):
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns each gradient's structure on this rank, or why it has none, as JSON values."""
+        """Returns, for JSON, each gradient's structure on this rank, or why it has none."""
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]
     ) -> list[Description]:
-        """Adds to each description the structure that all ranks found, or why there is none."""
+        """Returns descriptions with the structure that all ranks found, or the reason for none."""
 
     def missing(self, scheme: str, description: Description) -> str:
         """Returns the error text if no gradient has the structure that a scheme needs, or `""`."""
@@ -104,12 +104,12 @@ class GradientReader(Protocol):
         structured: Mapping[int, Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns the gradients to exchange, those in `structured` as objects with `tensors`."""
+        """Returns the gradients to exchange; those in `structured` are objects with `tensors`."""
 
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if only some ranks have a gradient that all ranks must have.
+        """Adds assertions that fail if only some ranks have a gradient that all ranks must have.
 
         `ranks` has the number of ranks with each gradient, `[variables]`, and `present` is the
         number of ranks with a batch.
@@ -164,7 +164,7 @@ def describe(variable: Any) -> Description:
 
 
 def distinct_paths(descriptions: Sequence[Description]) -> list[str]:
-    """Returns the paths, numbered where several are equal, as in two inner models of a model.
+    """Returns the paths, with numbers added to duplicates, such as those of two inner models.
 
     >>> distinct_paths([Description(path, (), "float32") for path in ("fc/bias", "fc/bias")])
     ['fc/bias', 'fc/bias#1']
@@ -203,12 +203,12 @@ def merge_rows(rows: tf.IndexedSlices) -> tf.IndexedSlices:
 
 
 def with_merged_rows(gradients: Sequence[Any]) -> list[Any]:
-    """Returns gradients for a Keras optimizer: `IndexedSlices` have no repeated indices."""
+    """Merges repeated rows of all `IndexedSlices`, as Keras optimizers require."""
     return [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
 
 
 def tensors_of(gradient: Any) -> list[tf.Tensor]:
-    """Lists a gradient's tensors: the dense tensor, values of rows, or tensors of a structure."""
+    """Returns a gradient's tensors: the dense tensor, values of rows, or tensors of a structure."""
     if gradient is None:
         return []
     if isinstance(gradient, tf.IndexedSlices):
@@ -245,7 +245,7 @@ def as_vector(
     pairs = zip(gradients, descriptions, strict=True)
     zero = zeros[descriptions[0].dtype]
     parts = [tf.reshape(as_dense(gradient, d, zero), [-1]) for gradient, d in pairs]
-    # Prevent folding, because gradients of linear losses are constants, on some ranks or on all,
+    # Prevent constant folding: gradients of linear losses are constants, on some ranks or on all,
     # and TensorFlow would fold the collective.
     return wire.opaque(parts[0] if len(parts) == 1 else tf.concat(parts, 0), zeros["int32"])
 
@@ -297,7 +297,7 @@ class Accumulation:
         """
         own = tf.cast(1.0 if weight is None else weight, tf.float32)
         pairs = zip(indices, gradients, strict=True)
-        # The loss scale may change between calls, so undo it for each of them.
+        # The loss scale may change between calls, so unscale the gradients of each call.
         values = [self._plus(index, gradient, own / scale) for index, gradient in pairs]
         total, calls = self._weight + own, self._calls + 1
 

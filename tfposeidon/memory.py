@@ -1,4 +1,4 @@
-"""Measures the memory available to this process, within the limits of machine and containers.
+"""Measures the memory available to this process, within the limits of its machine and containers.
 
 Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst,
 proc_pid_mountinfo(5).
@@ -20,8 +20,8 @@ FILES = {
     "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     "cgroup2": ("memory.max", "memory.current", ""),
 }
-"""By file system (cgroups of version 1 or 2): the names of the files with limit and usage, and the
-prefix of statistics that include child cgroups, because the usage includes them, too."""
+"""Maps the file system of cgroups (version 1 or 2) to the names of the files with limit and usage,
+and to the prefix of those statistics that include child cgroups, as the usage does."""
 
 
 class _Mount(NamedTuple):
@@ -43,7 +43,7 @@ def available_memory(proc: Path = PROC) -> int:
 
 
 def is_memory(device: int, proc: Path = PROC) -> bool:
-    """Returns whether a device (`st_dev` of a file) keeps its files in memory (tmpfs or ramfs)."""
+    """Returns whether a device (`st_dev` of a file) stores files in memory (tmpfs or ramfs)."""
     name = f"{major(device)}:{minor(device)}"
     return any(
         mount.device == name and mount.file_system in ("tmpfs", "ramfs") for mount in _mounts(proc)
@@ -51,7 +51,7 @@ def is_memory(device: int, proc: Path = PROC) -> bool:
 
 
 def _containers(proc: Path) -> Iterator[tuple[int, int]]:
-    """Yields the limit and the remainder, in bytes, of each cgroup that contains this process."""
+    """Yields limit and free bytes of each cgroup that contains this process."""
     cgroups = proc / "self" / "cgroup"
     # Kernels without cgroups do not have this file.
     for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
@@ -96,7 +96,7 @@ def _mounts(proc: Path) -> Iterator[_Mount]:
 
 
 def _first_numbers(path: Path) -> dict[str, int]:
-    """Returns the first number of each line, by the word before it."""
+    """Returns the first number of each line, keyed by the word before the number."""
     return {
         name: int(number) for name, number in re.findall(r"^(\S+)\s+(\d+)", path.read_text(), re.M)
     }

@@ -2,8 +2,8 @@
 
 All ops have kernels for CPUs, and for CUDA GPUs if tfposeidon is built with nvcc for a TensorFlow
 with GPU support. Without GPU kernels, TensorFlow copies tensors from the GPU to the CPU and back.
-Results are the same, except that a GPU sums MSTopK's mean in another order, so that a threshold may
-differ in its last bits.
+Both devices return the same results, except that a GPU sums MSTopK's mean in another order, so that
+a threshold may differ in its last bits.
 
 All functions work eagerly and in a `tf.function`, but not under XLA, and none has a gradient. They
 raise a `RuntimeError` if the native library is not built.
@@ -88,7 +88,7 @@ def error_feedback_top_k(
 
     Args:
       residual: Values that were not selected before, `[n]` float32.
-      gradient: Gradient, `[n]` float32.
+      gradient: Gradient of the current step, `[n]` float32.
       k: Number of elements; see `top_k`.
       method: Method of selection; see `top_k`.
       wire_dtype: Dtype to which values are rounded: `None` (default), `"float16"` or `"bfloat16"`.
@@ -141,8 +141,8 @@ def momentum_correction_top_k(
 
     Args:
       residual: Values that were not selected before, `[n]` float32.
-      gradient: Gradient, `[n]` float32.
-      velocity: Velocity, `[n]` float32.
+      gradient: Gradient of the current step, `[n]` float32.
+      velocity: Momentum buffer, `[n]` float32.
       k: Number of elements; see `top_k`.
       momentum: Factor of the velocity.
       method: Method of selection; see `top_k`.
@@ -306,7 +306,7 @@ def _options(x: tf.Tensor, k: Any, seed: Any, method: str, steps: int) -> dict[s
 
 
 def check_method(method: str) -> None:
-    """Refuses an unknown method of selection."""
+    """Raises `ValueError` if the method of selection is unknown."""
     if method not in METHODS:
         names = ", ".join(f'"{name}"' for name in METHODS)
         raise ValueError(f"The selection method must be one of {names}. Received: {method!r}.")

@@ -67,7 +67,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
         with state. Functions compute about equally many gradients each, which are exchanged when
         their function ends, so 1 hides no communication.
       name: Name of the optimizer (default `"distributed_optimizer"`).
-      **others: Any other arguments, which are all refused. For arguments of Horovod's optimizer,
+      **others: Unknown arguments, which raise a `TypeError`. For arguments of Horovod's optimizer,
         the error names the replacement.
 
     Raises:
@@ -186,7 +186,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
     def _accumulate(
         self, accumulation: Accumulation, grads: list[Any], variables: list[Any], count: Any
     ) -> None:
-        """Calls the inner optimizer, with accumulated gradients if an update is due, else zeros."""
+        """Calls the inner optimizer with accumulated gradients, or zeros if no update is due."""
         # The inner optimizer accumulates as well. It receives zeros, and in the call that makes an
         # update, the averaged gradients times the number of calls.
         inner, updater, batch = self.inner_optimizer, self.updater, self._exchange.batch
@@ -308,7 +308,7 @@ class DistributedOptimizer(CommunicatingOptimizer):
 
 
 def _accumulate_inside(optimizer: Any, steps: int) -> None:
-    """Makes an optimizer accumulate gradients, as if it had been constructed with `steps`."""
+    """Configures an optimizer to accumulate gradients over `steps` calls, as in its constructor."""
     for leaf in leaves(optimizer):
         own = leaf.gradient_accumulation_steps
         if leaf.built or own not in (None, steps):

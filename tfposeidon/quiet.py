@@ -31,7 +31,7 @@ def is_startup_message(line: str, environment: Mapping[str, str] = os.environ) -
 
 
 def import_tensorflow() -> None:
-    """Imports TensorFlow without its start-up messages, and passes on all other output."""
+    """Imports TensorFlow without its start-up messages, and forwards all other output."""
     os.environ.setdefault(LEVEL, DEFAULTS[LEVEL])
     filters = os.environ[LEVEL] != "0" and shutil.which("grep") is not None
     with _without_startup_messages() if filters else contextlib.nullcontext():

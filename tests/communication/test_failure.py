@@ -91,7 +91,7 @@ def test_a_single_rank_reports_nothing(capsys):
     "text",
     ["Horovod has been shut down", "gloo/transport/tcp/pair.cc:598", "Connection closed by peer"],
 )
-def test_broken_collectives_are_recognised(text):
+def test_broken_collectives_are_recognized(text):
     assert is_broken_collective(
         tf.errors.UnknownError(None, None, f"{text} [[{{{{node step/tp0.samples}}}}]]")
     )

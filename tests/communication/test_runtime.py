@@ -22,7 +22,7 @@ def fresh(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_init_twice_is_one_start():
+def test_a_second_init_returns_the_running_job():
     assert tp.init() is tp.init()
     assert (tp.rank(), tp.size()) == (0, 1)
 
@@ -30,7 +30,7 @@ def test_init_twice_is_one_start():
 @pytest.mark.parametrize(
     ("asked", "warning", "limit"), [(None, "60", "300"), (20, "5", "20"), (3600, "60", "3600")]
 )
-def test_stall_limits(fresh, asked, warning, limit):
+def test_stall_limits_also_set_the_warning_time(fresh, asked, warning, limit):
     start.set_limits(asked, 45)
     assert os.environ[launcher.STALL_WARNING] == warning
     assert os.environ[launcher.STALL_LIMIT] == limit
@@ -44,7 +44,7 @@ def test_environment_variables_are_not_overwritten(fresh, monkeypatch):
     assert launcher.TRANSPORT_LIMIT not in os.environ
 
 
-def test_a_server_may_be_long_with_one_worker(fresh, monkeypatch):
+def test_jobs_with_a_server_have_a_longer_transport_timeout(fresh, monkeypatch):
     start.set_limits(None, None, serves=True)
     assert os.environ[launcher.TRANSPORT_LIMIT] == "300"
     start.set_limits(None, 45, serves=True)
@@ -99,7 +99,7 @@ def test_a_running_horovod_is_used_without_process_sets():
 
 def test_a_running_horovod_without_required_process_sets_is_refused():
     with pytest.raises(
-        RuntimeError, match=r"needs? 4 process sets\. Replace hvd.init\(\) by tfposeidon.init\(\)"
+        RuntimeError, match=r"needs? 4 process sets\. Replace hvd.init\(\) with tfposeidon.init\(\)"
     ):
         start.adopt(_running(4, 2), None, None)
     with pytest.raises(RuntimeError, match="need 3 process sets"):
@@ -163,7 +163,7 @@ def test_gpus_initialized_by_all_ranks_are_refused(caplog, ranks, visible, error
         else contextlib.nullcontext(),
     ):
         start.choose_gpu(0, ranks)
-    assert ("its visible GPUs stay unchanged" in caplog.text) == (1 in (ranks, visible))
+    assert ("visible GPUs stay unchanged" in caplog.text) == (1 in (ranks, visible))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_check_requires_nccl_if_each_rank_has_a_gpu(gpus, ranks, nccl, refused):
 
 
 @pytest.mark.slow
-def test_check_reports(capsys, monkeypatch):
+def test_check_reports_versions_sums_and_the_platform(capsys, monkeypatch):
     cluster = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
     monkeypatch.setenv("TF_CONFIG", cluster)
     monkeypatch.setenv("PET_NNODES", "2")

@@ -1,3 +1,5 @@
+"""Tests topologies: their groups, invalid layouts, and printed text."""
+
 import pytest
 
 from tfposeidon.communication.topology import Group, Topology

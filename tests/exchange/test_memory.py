@@ -1,4 +1,4 @@
-"""The memory of a rank does not grow, and holds at most one extra copy of the gradients."""
+"""The memory of a rank does not grow, and contains at most one extra copy of the gradients."""
 
 import keras
 import numpy as np
@@ -35,7 +35,7 @@ def test_an_exchange_needs_one_extra_copy_of_the_gradients(wire):
     for scheme in ("allreduce", "alltoall", tp.schemes.AllToAll(wire_dtype="float16"), "torus2d"):
         ours = _peak_of_a_step(tp.DistributedOptimizer(SGD(0.1), scheme=scheme), length)
         extra = (ours - plain) / (4 * length)
-        # Gloo's own buffers are small; the tolerance of half a copy is for the allocator.
+        # Gloo's own buffers are small; allow half a copy for the allocator.
         assert extra < 1.5, f"{scheme}: {extra:.2f} copies of the gradients"
 
 

@@ -54,7 +54,7 @@ def test_the_bucket_size_determines_the_number_of_buckets():
     assert len(_plan(10**9).buckets) == 1
 
 
-def test_variables_of_exactly_the_least_length_are_not_small():
+def test_variables_of_exactly_the_minimum_length_are_not_small():
     buckets = _plan(0, schemes.HiTopK(min_elements=32 * 32)).buckets
     assert {(b.length, b.scheme.name) for b in buckets} == {(1024, "hitopk"), (32, "allreduce")}
 
@@ -158,7 +158,7 @@ def test_the_number_of_participating_ranks_is_an_integer():
 
 
 class OfEachRank(policies.HybComm):
-    """Chooses another scheme on rank 1 once gradients are read, as rounding might."""
+    """Policy whose choice differs on rank 1 once gradients are read, as with a rounding error."""
 
     reader = SimpleNamespace(
         find=lambda *_: [],

@@ -1,4 +1,4 @@
-"""Tests weights by numbers of samples, both expected and unexpected, and what each step sends."""
+"""Tests weights by expected and unexpected numbers of samples, and the collectives of each step."""
 
 import contextlib
 import re
@@ -37,7 +37,7 @@ def _expected(step):
 
 
 def _steps(optimizer, weight, wire, wrapped):
-    """Takes one step for each entry of `COUNTS`, and yields the weights after each step."""
+    """Performs one step for each entry of `COUNTS`, and yields the weights after each step."""
 
     def step(gradient, count):
         optimizer.apply([gradient], [weight], sample_count=count)
@@ -81,7 +81,7 @@ def test_a_step_waits_for_a_count_only_if_batch_sizes_differ(wire):
         all_reduce=mock.Mock(wraps=wire.all_reduce, side_effect=_noted(calls)),
         all_gather=mock.Mock(wraps=wire.all_gather, side_effect=_noted(calls)),
     ):
-        # In the first step, ranks also compare their plans, by other collectives.
+        # In the first step, ranks also compare their plans, with other collectives.
         optimizer.exchange.exchanger([weight])
         for _ in _steps(optimizer, weight, wire, False):
             seen.append(sum(".bucket" in name or "samples" in name for name in calls))
@@ -117,7 +117,7 @@ def test_no_bucket_waits_for_the_gradient_of_another(wire):
 
 @contextlib.contextmanager
 def _exchanged(wire):
-    """Yields a set that receives the names which steps traced in this context exchange."""
+    """Yields a set; when the context ends, it contains the names of the traced collectives."""
     calls, names = [], set()
     with mock.patch.multiple(
         wire,
@@ -130,7 +130,7 @@ def _exchanged(wire):
 
 
 def _fitted(model, rows, wire):
-    """Fits a model on a number of samples, and returns the names that the traced steps exchange."""
+    """Fits a model on a number of samples, and returns the names of the traced collectives."""
     with _exchanged(wire) as names:
         model.fit(*models.mlp.data(rows), batch_size=4, shuffle=False, verbose=0)
     return names

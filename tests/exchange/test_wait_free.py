@@ -108,7 +108,7 @@ def test_timeline_shows_the_overlap(wire):
 
 
 def _completions(text):
-    """Returns when the exchange of each bucket ended, in microseconds, from Horovod's timeline."""
+    """Returns the end of each bucket's exchange in microseconds, from Horovod's timeline."""
     events = json.loads(text.rstrip().rstrip(",") + ("" if text.rstrip().endswith("]") else "]"))
     names = {
         e["pid"]: e["args"]["name"]

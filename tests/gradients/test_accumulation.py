@@ -62,7 +62,7 @@ def test_gradients_of_empty_batches_may_be_nan():
     np.testing.assert_allclose(mean, np.ones(SHAPE), atol=1e-5)
 
 
-def test_dropped_gradients_are_discarded():
+def test_a_reset_discards_accumulated_gradients():
     calls = _Calls(2)
     calls.add(tf.ones(SHAPE), 1.0)
     assert calls.means == []

@@ -161,7 +161,7 @@ def test_residuals_of_a_sparse_scheme_are_still_sent(wire):
     same_on_all_ranks([v.numpy() for v in variables], wire)
 
 
-def test_a_regularized_variable_by_factors_needs_gradients_on_all_ranks(wire):
+def test_regularized_factors_need_gradients_on_all_ranks(wire):
     """Each rank adds weight decay itself, so a rank without the gradient would diverge."""
     model = models.mlp()
     x, y = models.mlp.data(8)

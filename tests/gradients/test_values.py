@@ -1,4 +1,4 @@
-"""Tests variables that take the value of their gradient, such as scales and histories of float8."""
+"""Tests variables that their gradients overwrite, such as scales and histories of float8."""
 
 import keras
 import numpy as np

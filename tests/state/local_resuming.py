@@ -1,4 +1,4 @@
-"""Runs with `LocalUpdates` that resume on another number of ranks."""
+"""Provides runs with `LocalUpdates` that resume on another number of ranks."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""A reproducible run of `fit` that resumes from its checkpoints."""
+"""Provides a reproducible run of `fit` that resumes from its checkpoints."""
 
 import keras
 import numpy as np

@@ -189,7 +189,7 @@ def test_state_that_cannot_be_sent_is_refused(wire):
 
 
 def test_checkpoints_hold_the_state_of_layers(wire):
-    """A resumed job predicts like the saved model, even if its layers were adapted otherwise."""
+    """A resumed job predicts like the saved model, even if its layers adapted to other data."""
     folder = shared_folder(wire)
     model = _model(wire.topology.rank)
     callbacks = [keras_callbacks.BroadcastVariables(), keras_callbacks.Checkpoint(folder)]

@@ -186,7 +186,7 @@ def test_states_of_sequences_are_local():
     assert not _state(model, Placement.AVERAGED, Placement.REPLICATED)
 
 
-def test_bad_registrations_are_refused():
+def test_invalid_registrations_are_refused():
     rule = "must be one of replicated, averaged, local, partial"
     for wrong in ("mean", "sharded"):
         with pytest.raises(ValueError, match=f"{rule}.*'{wrong}'"):

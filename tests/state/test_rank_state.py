@@ -1,4 +1,4 @@
-"""State of sparse schemes is redistributed to other ranks without changes of its sums."""
+"""The redistribution of sparse schemes' state to other ranks preserves sums over ranks."""
 
 import json
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""Tests schemes with state, by a scheme that sends half the bits and retains the others."""
+"""Tests schemes with state, with a scheme that sends half the bits and retains the others."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -80,7 +80,7 @@ def test_an_unwritable_folder_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_other_buckets_receive_the_saved_state(tmp_path):
-    """The state includes momentum by bucket. Runs that resume with small buckets end the same."""
+    """The state includes momentum by bucket. A resumed run with small buckets has equal weights."""
 
     def trained(folder, epochs, bucket_bytes):
         def optimizer():

@@ -1,4 +1,4 @@
-"""`fit` accumulates gradients over the ends of epochs like one process, with all kinds of data."""
+"""`fit` accumulates gradients across the ends of epochs like one process, for all kinds of data."""
 
 import functools
 from unittest import mock
@@ -89,7 +89,7 @@ def test_equal_batches_send_nothing_between_updates(wire):
         assert sum(name.endswith(".calls") for name in names) == told, names
 
 
-def test_calls_have_equal_weight_and_ranks_weight_by_samples(wire):
+def test_calls_have_equal_weights_and_ranks_are_weighted_by_samples(wire):
     """As in Keras, a call with a smaller batch counts as much as others."""
     sizes = ([3, 1], [5, 2])
     x, y = models.mlp.data(sum(map(sum, sizes)))
@@ -159,7 +159,7 @@ def test_an_update_that_overflows_in_float16_is_retried(wire):
     np.testing.assert_allclose(weight.numpy(), [-1.0], rtol=1e-3)
 
 
-def test_single_batches_after_a_fit_weight_by_samples(wire):
+def test_single_batches_after_a_fit_are_weighted_by_samples(wire):
     x, y = models.mlp.data(BATCH + 4)
     start = models.mlp()
     plain, model = (models.copy(models.mlp, start) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Callbacks are called like those of plain Keras: same hooks, order, indices and logs."""
+"""Callbacks receive the calls of plain Keras: the same hooks, order, indices and names of logs."""
 
 import functools
 
@@ -47,7 +47,7 @@ def _calls(optimizer, data, validation, steps_per_execution, **fit):
 
 
 def _whole(calls):
-    """Omits batches that begin and do not end, with which Keras finds the end of unknown data."""
+    """Omits batches that begin but do not end: with these, Keras finds the end of unknown data."""
     following = [*calls[1:], ("",)]
     begin, end = "on_train_batch_begin", "on_train_batch_end"
     return [

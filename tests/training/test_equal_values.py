@@ -22,7 +22,7 @@ PARTED = "All ranks must hold the same weights.*on rank.s. .1. from rank 0"
 
 
 class AtEpoch(keras.callbacks.Callback):
-    """Changes something only on rank 1, in one hook of the second epoch or of training."""
+    """Callback that changes the model on rank 1, in one hook of the second epoch or of training."""
 
     def __init__(self, hook, do):
         super().__init__()
@@ -41,7 +41,7 @@ def _move(variable):
 
 CHANGES = {
     "a weight": lambda model: _move(model.trainable_variables[0]),
-    "a slot": lambda model: _move(model.optimizer.variables[-1]),
+    "optimizer state": lambda model: _move(model.optimizer.variables[-1]),
     "a frozen weight": lambda model: _move(model.get_layer("frozen").kernel),
     "a restored weight": lambda model: model.set_weights([w + 1 for w in model.get_weights()]),
 }
@@ -62,14 +62,14 @@ def _model():
 @pytest.mark.parametrize(
     ("change", "hook"),
     [
-        ("a slot", "on_epoch_begin"),
+        ("optimizer state", "on_epoch_begin"),
         ("a weight", "on_train_batch_end"),
         ("a frozen weight", "on_epoch_end"),
         ("a restored weight", "on_train_end"),
     ],
 )
 def test_a_change_on_one_rank_ends_training_on_all_ranks(wire, change, hook):
-    """No further step is taken after the weights have diverged."""
+    """No further step runs once a comparison has found the difference."""
     model, steps = _model(), []
     count = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: steps.append(1))
     with Raises(RuntimeError, PARTED):
@@ -126,7 +126,7 @@ def test_different_initial_weights_are_replaced_by_those_of_rank_0(wire, make):
         model.fit(*DATA, batch_size=4, shuffle=False, verbose=0)
 
 
-def test_different_vocabularies_are_refused(wire):
+def test_different_vocabularies_are_replaced_by_that_of_rank_0(wire):
     keras.utils.set_random_seed(3)
     lookup = keras.layers.StringLookup(vocabulary=["a", "b", "cd"[wire.topology.rank]])
     words = keras.Input((1,), dtype="string")

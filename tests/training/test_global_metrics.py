@@ -1,4 +1,4 @@
-"""The logs of `fit` contain the metrics of one process on the samples of all ranks."""
+"""`fit` logs the metrics that one process would compute on the samples of all ranks."""
 
 import keras
 import numpy as np
@@ -229,7 +229,7 @@ def test_ranks_without_validation_data_receive_the_metrics_of_others(wire):
 
 
 def test_the_state_of_metrics_is_restored_after_an_epoch(wire):
-    """Logs of a batch are those of a rank. Afterwards, one rank alone evaluates and predicts."""
+    """Logs of batches differ between ranks. After `fit`, one rank alone evaluates and predicts."""
     model, seen = models.mlp(), {"batch": [], "epoch": []}
     model.compile(tp.DistributedOptimizer(keras.optimizers.SGD(0.0)), models.LOSS)
 

@@ -87,7 +87,7 @@ def test_ranks_may_load_or_clone_a_model_that_others_build(wire, kind):
 
 @pytest.mark.parametrize("scheme", ["auto", SPARSE], ids=str)
 def test_a_checkpoint_resumes_with_a_rebuilt_model(wire, scheme):
-    """The run resumes with the state of schemes, and with the bits of an uninterrupted run."""
+    """The resumed run ends with the bits of an uninterrupted run, also in the state of schemes."""
     folder = shared_folder(wire)
 
     def go(name, epochs, others=0):

@@ -100,7 +100,7 @@ class _Centers(keras.layers.Layer):
 
 
 class _OwnHead(keras.layers.Layer):
-    """Each rank trains weights of its own."""
+    """Layer of which each rank trains different weights."""
 
     def build(self, shape):
         self.heads = [self.add_weight(shape=shape[1:], name=str(r)) for r in range(tp.size())]

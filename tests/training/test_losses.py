@@ -126,7 +126,7 @@ def test_means_over_tokens_are_exact_with_counts_of_tokens(wire):
 
 
 def test_sums_over_samples_are_exact_with_p_times_the_rate(wire):
-    """The gradient of a vector of losses is that of their sum, P times the mean over P ranks."""
+    """The gradient of a vector of losses is the gradient of their sum: P times the mean over P."""
     data = models.mlp.data(BATCHES * BATCH)
     one = _OneProcess(_linear, data, CrossEntropy(from_logits=True, reduction="sum"), RATE / BATCH)
     assert one.distance(wire, times=tp.size()) > FAR

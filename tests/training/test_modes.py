@@ -29,7 +29,7 @@ SCHEMES = {
     "mstopk": tp.schemes.HiTopK(density=0.1, min_elements=0, select="mstopk"),
     "gathered": tp.schemes.TopK(density=0.1, min_elements=0),
 }
-"""Name of a layer -> the scheme of its weights; one model has all these layers."""
+"""Maps the name of each layer to the scheme of its weights; one model has all these layers."""
 FEW = 3
 """Number of layers of models whose weights all have the same scheme."""
 ONE_PROCESSOR = {
@@ -115,7 +115,7 @@ def test_deterministic_ops_reproduce_the_same_bits(wire):
 
 @pytest.mark.ranks("2")
 @pytest.mark.parametrize("mode", [_eager, _where_placed], ids=["eager", "without soft placement"])
-def test_all_modes_give_equal_weights(wire, mode):
+def test_all_modes_produce_equal_weights(wire, mode):
     # Eager gradients have no factors, which these two schemes require.
     others = {"factors": "alltoall", "server": "alltoall"} if mode is _eager else {}
     with mode():

@@ -1,4 +1,4 @@
-"""If all ranks have the same path, only one rank executes Keras's callbacks that write."""
+"""If ranks share a path, only one of them runs Keras's callbacks that write files."""
 
 import json
 import os
@@ -128,7 +128,7 @@ def test_overridden_methods_of_callbacks_run(wire, folder):
 def test_saving_on_all_ranks_logs_a_warning(wire, folder):
     model = _compiled()
     _fit(model, wire)
-    # Forget the warning of an earlier test in this job.
+    # Allow the warning again, because an earlier test in this job may have caused it.
     fit_arguments.warn_if_all_save.cache_clear()
     with LogLines() as lines:
         for _ in range(2):

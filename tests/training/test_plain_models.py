@@ -1,4 +1,4 @@
-"""Plain Keras models that exist next to ours are not changed, whatever they contain."""
+"""Communicating optimizers do not change plain Keras models in the same process."""
 
 import keras
 import numpy as np

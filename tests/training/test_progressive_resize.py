@@ -35,7 +35,7 @@ def test_each_phase_has_its_rate_momentum_and_decay():
 
 
 @pytest.mark.parametrize(("scheme", "traces"), [(None, 1), ("torus2d", 2)])
-def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
+def test_a_phase_is_traced_once_or_twice_if_its_scheme_is_new(scheme, traces):
     model, counts = compiled(), []
     first = "hitopk" if scheme else None
     phases = [
@@ -45,7 +45,7 @@ def test_a_phase_is_traced_once_and_twice_with_a_new_scheme(scheme, traces):
     with mock.patch.object(Session, "forget_steps") as forgotten:
         train(model, ProgressiveResize(phases, 0.1), after=lambda phase: counts.append(len(TRACED)))
     assert counts[1] - counts[0] <= traces
-    # Steps of another size take another time, so `auto` plans again in each phase.
+    # The duration of a step depends on the image size, so `auto` plans again in each phase.
     assert forgotten.call_count == len(phases)
 
 
@@ -154,7 +154,7 @@ PHASE = Phase(epochs=1, size=6, batch=4)
         ),
     ],
 )
-def test_bad_phases_are_refused(make, message):
+def test_invalid_phases_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -20,7 +20,7 @@ from tfposeidon.training.equal_steps import has_batch_hooks
 pytestmark = pytest.mark.ranks("3")
 
 
-def test_known_lengths(wire):
+def test_epochs_of_known_lengths_end_after_the_fewest_batches(wire):
     model, optimizer = compiled_for_lengths()
     x, y = models.mlp.data(4 * (3 + wire.topology.rank))
     with LogLines() as lines:
@@ -34,7 +34,7 @@ def test_known_lengths(wire):
     assert len(said) == (1 if wire.topology.rank == 0 else 0)
 
 
-def test_unknown_lengths_with_validation(wire):
+def test_epochs_of_unknown_lengths_end_together_before_validation(wire):
     model, optimizer = compiled_for_lengths()
     validation = models.mlp.data(4 + 4 * wire.topology.rank)
     history = model.fit(
@@ -56,7 +56,7 @@ def test_unknown_equal_lengths_run_every_step(wire):
 
 
 def test_ranks_without_data_have_no_rows(wire):
-    """Ranks without data take the others' branch; the plan shows the last step with data."""
+    """Ranks without data run the other ranks' branch; the plan shows the last step with data."""
     for static_batches in (False, True):
         _check_rows(wire, static_batches)
 
@@ -72,14 +72,14 @@ def _check_rows(wire, static_batches):
     assert everybody == [reasons] * wire.topology.size
 
 
-def test_steps_per_execution(wire):
+def test_epochs_with_several_steps_per_execution_end_together(wire):
     model, optimizer = compiled_for_lengths(steps_per_execution=2)
     x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
     model.fit(x, y, batch_size=4, epochs=2, verbose=0)
     check_together(model, optimizer, wire, 6)
 
 
-def test_steps_per_execution_and_callbacks_that_communicate(wire):
+def test_callbacks_may_communicate_despite_several_steps_per_execution(wire):
     model, optimizer = compiled_for_lengths(steps_per_execution=2)
     x, y = models.mlp.data(4 * (3 + 2 * wire.topology.rank))
     model.fit(
@@ -88,7 +88,7 @@ def test_steps_per_execution_and_callbacks_that_communicate(wire):
     check_together(model, optimizer, wire, 3)
 
 
-def test_sharded_updates_with_unequal_ranks(wire):
+def test_sharded_updates_stay_equal_on_unequal_ranks(wire):
     """Ranks without data contribute zeros, and take part in norms and in all-gathers."""
     scaled = functools.partial(keras.optimizers.LossScaleOptimizer, initial_scale=8.0)
     for given in ({"inner": keras.optimizers.SGD(0.1, global_clipnorm=0.1)}, {"around": scaled}):
@@ -104,7 +104,7 @@ def test_sharded_updates_with_unequal_ranks(wire):
         check_together(model, optimizer, wire, updates)
 
 
-def test_accumulation(wire):
+def test_accumulated_updates_stay_equal_on_unequal_ranks(wire):
     model = models.mlp()
     optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
     model.compile(optimizer=optimizer, loss=models.LOSS)
@@ -221,7 +221,7 @@ def test_an_unexpected_stop_takes_effect_at_the_end_of_the_epoch(wire):
 
 
 class Follows(keras.Model):
-    """Model that moves a second network after the trained network, and counts steps."""
+    """Model with a moving average of its trained network, and a count of steps."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ class _Bag(keras.Model):
 
 
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
-def test_batches_of_a_single_ragged_or_sparse_tensor(wire, kind):
+def test_single_ragged_or_sparse_tensors_are_weighted_by_rows(wire, kind):
     drawn = np.random.default_rng(0)
     counts = [4 * (1 + rank) for rank in range(wire.topology.size)]
     if kind == "ragged":

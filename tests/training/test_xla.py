@@ -134,7 +134,7 @@ def test_segments_run_in_xla(wire, functions):
         ("allreduce", {"gradient_accumulation_steps": 2}, {}, 1),
     ],
 )
-def test_compiled_steps_keep_what_steps_promise(wire, scheme, options, compiles, functions):
+def test_compiled_steps_equal_steps_without_xla(wire, scheme, options, compiles, functions):
     """Unequal batches, accumulation, loss scales and rows of embeddings work as without XLA."""
 
     def trained(segments):
@@ -312,7 +312,7 @@ def test_numbers_of_segments_outside_of_the_range_are_refused():
         tp.DistributedOptimizer(sgd(), xla_segments=0)
 
 
-def test_all_ranks_compile_the_same_functions(wire):
+def test_ranks_must_compile_the_same_number_of_functions(wire):
     model = models.mlp()
     segments = 1 + wire.topology.rank
     model.compile(tp.DistributedOptimizer(sgd(), xla_segments=segments), models.LOSS)

@@ -36,7 +36,7 @@ _WAITING = re.compile(r"(?:node \S*?|name: )([\w-]+\.[\w.-]+)")
 
 
 def watch(rank: int, size: int) -> None:
-    """Makes this process report uncaught exceptions and its normal end."""
+    """Registers hooks that report uncaught exceptions and the normal end of this process."""
     global _reporter
     reporter = _reporter = Reporter(rank, size, Store.of_launcher())
     previous = sys.excepthook

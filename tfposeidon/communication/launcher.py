@@ -43,7 +43,7 @@ STORE_START_TIMEOUT_S = 60.0
 """Seconds within which the launcher's store must respond while all processes start at once."""
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opens URLs of stores, which must not be requested from the proxy of `http_proxy`."""
+"""Opens URLs of stores, which must not be requested through the proxy of `http_proxy`."""
 
 
 @dataclass(frozen=True)

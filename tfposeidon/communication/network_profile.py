@@ -241,7 +241,7 @@ class NetworkProfile(Configured):
             ) from error
 
     def check_fits(self, topology: Topology) -> None:
-        """Refuses a profile of another kind of cluster; the number of nodes may differ."""
+        """Raises `ValueError` for a profile of another kind of cluster; node counts may differ."""
         per_node = max(len(node) for node in topology.nodes)
         needed = ("across", "nodes", len(topology.nodes)), ("node", "ranks per node", per_node)
         for name, kind, number in needed:

@@ -1,6 +1,6 @@
 """Starts the job of this process, and provides its ranks, collectives and network profile.
 
-This module refuses environments in which collectives cannot run: other backends of Keras, the scope
+This module rejects environments in which collectives cannot run: other backends of Keras, the scope
 of a `tf.distribute` strategy, and XLA.
 """
 
@@ -68,8 +68,8 @@ def init(
         `"unknown"` on GPUs, where measuring is untested.
       server_rank: Rank that holds the global weights of `ElasticAveraging` and does not train, the
         same on all ranks; `None` (default) for none.
-      start_timeout_s: Seconds within which all ranks of a platform must have called this function;
-        launchers have limits of their own.
+      start_timeout_s: Seconds within which all ranks of a platform must call this function (default
+        600); launchers have their own limits.
 
     Returns:
       The topology from the perspective of this rank: `rank`, `size`, `nodes`.
@@ -106,7 +106,7 @@ def init(
     _server_rank = server_rank
     failure.watch(_wire.topology.rank, _wire.topology.size)
     if pin_gpu:
-        # Choose the GPU after `watch`, so that all ranks learn the cause if this fails.
+        # Choose the GPU after `watch`, so that all ranks report the cause if this fails.
         start.choose_own_gpu()
     _set_network(network, _wire.topology)
     return _wire.topology
@@ -143,8 +143,8 @@ def server_rank() -> int | None:
 def workers() -> Group:
     """Returns the ranks that train: all except the server of `init(server_rank=...)`.
 
-    To shard data over workers, give this rank shard `workers().index(rank())` of `workers().size`.
-    Starts Horovod with default arguments if needed.
+    To shard data over workers, assign shard `workers().index(rank())` of `workers().size` to this
+    rank. Starts Horovod with default arguments if needed.
 
     Example:
       >>> import tfposeidon as tp
@@ -262,14 +262,14 @@ def leader() -> int:
 
 
 def log_once(text: str, *values: object) -> None:
-    """Logs a job-wide message on the leader only; arguments as for `logging`."""
+    """Logs a job-wide message on the leader only, with the arguments of `logging.warning`."""
     if rank() == leader():
         # Log a warning: without a logging configuration, Python omits messages below that level.
         log.warning(text, *values)
 
 
 def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: int | None) -> None:
-    """Refuses arguments of a later `init` that contradict the running job."""
+    """Raises `RuntimeError` if arguments of a later `init` contradict the running job."""
     asked = topology
     if ranks_per_node is not None:
         asked = Topology.regular(topology.rank, topology.size, ranks_per_node)
@@ -287,7 +287,7 @@ def check_same_job(topology: Topology, ranks_per_node: int | None, server_rank: 
 
 
 def check_environment() -> None:
-    """Refuses Keras backends other than TensorFlow, and the scope of a `tf.distribute` strategy."""
+    """Raises `ValueError` for another Keras backend, or in the scope of `tf.distribute`."""
     if keras.backend.backend() != "tensorflow":
         raise ValueError(
             "tfposeidon requires Keras's TensorFlow backend. Received: backend "
@@ -302,18 +302,18 @@ def check_environment() -> None:
 
 
 def check_graph() -> None:
-    """Refuses, while a step is traced, an environment in which collectives cannot run."""
+    """Raises `ValueError` if collectives cannot run in the environment of a traced step."""
     check_environment()
     check_is_outside_xla("a step")
 
 
 def check_is_outside_xla(received: str) -> None:
-    """Refuses XLA while `received` is traced."""
+    """Raises `ValueError` in a trace for XLA; `received` describes the traced code."""
     if native.in_xla():
         raise ValueError(
             "Steps and collectives must run without XLA, which cannot compile them. Received: "
             f"{received} in a function that is compiled with jit_compile=True or xla_segments. "
-            "Leave both out. To compile the gradients alone, train by Keras's own train_step."
+            "Leave both out. To compile the gradients alone, train with Keras's own train_step."
         )
 
 

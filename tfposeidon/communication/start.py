@@ -128,7 +128,7 @@ def _require_equal(layouts: Any) -> None:
 
 
 def check_interface() -> None:
-    """Refuses an interface for Gloo that this host does not have; Horovod would abort."""
+    """Raises `ValueError` if this host lacks Gloo's network interface: Horovod would abort."""
     name, names = os.environ.get(rendezvous.INTERFACE), [name for _, name in socket.if_nameindex()]
     if name and name not in names:
         raise ValueError(
@@ -139,7 +139,7 @@ def check_interface() -> None:
 
 
 def check_server_rank(server_rank: int | None, size: int) -> None:
-    """Refuses an invalid rank of the server, and a job without workers."""
+    """Raises `ValueError` for an invalid server rank, or for a job without workers."""
     if server_rank is None:
         return
     checks.check_integer("server_rank", server_rank, 0)
@@ -163,7 +163,7 @@ def adopt(hvd: Any, ranks_per_node: int | None, server_rank: int | None) -> Horo
     if problem:
         raise RuntimeError(
             "tfposeidon.init() must start Horovod to create its process sets. Received: hvd.init() "
-            f"was called before, and {problem}. Replace hvd.init() by tfposeidon.init()."
+            f"was called before, and {problem}. Replace hvd.init() with tfposeidon.init()."
         )
     return HorovodWire(topology, {})
 
@@ -200,7 +200,7 @@ def _check_layout(hvd: Any, expected: Topology | launcher.ProcessRank) -> None:
 
 
 def require_gpu_per_rank(ranks_here: int | None) -> None:
-    """Refuses ranks that share a GPU under NCCL, which would fail at the first collective."""
+    """Raises `RuntimeError` if ranks share a GPU, because NCCL's first collective would fail."""
     import horovod.tensorflow as hvd
 
     if ranks_here is None or not hvd.nccl_built() or sources.VISIBLE_GPUS in os.environ:
@@ -247,8 +247,8 @@ def choose_gpu(local_rank: int, ranks_here: int) -> None:
                 "before the first model, tensor or dataset."
             ) from error
         log.warning(
-            "TensorFlow's GPUs were set before tfposeidon.init(); its visible GPUs stay "
-            "unchanged (%s)",
+            "tfposeidon: TensorFlow's GPUs were configured before tfposeidon.init(), and the "
+            "visible GPUs stay unchanged (%s)",
             error,
         )
         return

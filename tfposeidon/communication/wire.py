@@ -207,7 +207,7 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     """Returns the JSON values of all ranks, by rank; all ranks call it together, eagerly."""
     if wire.topology.size == 1:
         return [value]
-    # In eager mode Horovod matches collectives by their order and not by name, so the message
+    # In eager mode, Horovod matches collectives by order and not by name. The message therefore
     # includes the name, which reveals ranks that call from different places.
     line = np.frombuffer(json.dumps([name, value]).encode() + b"\n", np.uint8)
     received = wire.all_gather(tf.constant(line), wire.topology.world, name).numpy().tobytes()
@@ -215,8 +215,8 @@ def exchange_objects(value: Any, wire: Wire, name: str) -> list[Any]:
     require_equal(
         [name for name, _ in pairs],
         "All ranks must call the same collectives in the same order",
-        "Give every rank the same callbacks, in the same order, and the same number of epochs and "
-        "evaluations.",
+        "Use the same callbacks, in the same order, and the same number of epochs and evaluations "
+        "on every rank.",
     )
     return [value for _, value in pairs]
 

@@ -2,7 +2,7 @@
 
 There is one plan for each list of variables that the optimizer is called with. A GAN, or a model
 that is trained in parts, has several plans. A `Planner` makes the plans, by default from the policy
-alone. A policy whose choices depend on other data, such as predicted steps, has its own subclass of
+alone. A policy whose choices depend on other data, such as predicted times, has its own subclass of
 `Planner`.
 """
 
@@ -102,7 +102,7 @@ def next_prefix() -> str:
 
 
 class AgreedPlans:
-    """Holds an `Exchanger` with its plan for each list of variables that `apply` has received.
+    """Stores an `Exchanger` with its plan for each list of variables that `apply` has received.
 
     `exchangers` is in the order of creation. `choose_norms` chooses how layer norms are computed;
     see `parallel_operator`.
@@ -123,7 +123,7 @@ class AgreedPlans:
 
     @property
     def planner(self) -> Planner:
-        """Planner of the current policy; one that predicts steps if there is a network profile."""
+        """Planner of the current policy; it predicts step times if there is a network profile."""
         if self._planner is None:
             make = self.policy.planner or Planner
             if self.policy.is_fixed and runtime.network_profile() is not None and names.PLANNERS:
@@ -185,7 +185,7 @@ class AgreedPlans:
         own = {
             "scheme": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
-            "links": links.to_json() if links else runtime.measures_network(),
+            "network": links.to_json() if links else runtime.measures_network(),
         }
         exchanger.agree(self._prefix(), grads, own | settings)
         exchanger.xla_functions = compiled
@@ -195,7 +195,7 @@ class AgreedPlans:
         exchanger.norm_method = self.choose_norms(
             inner_optimizer, variables, exchanger.wire, f"{exchanger.prefix}"
         )
-        # Check the new plan, which may have other schemes.
+        # Check again, because the new plan may contain other schemes.
         check_optimizer(exchanger.plan, inner_optimizer)
         exchanger.notes = tuple(_notes(exchanger, grads, inner_optimizer, settings))
 
@@ -274,7 +274,7 @@ class AgreedPlans:
 
 
 def _check_compiled(functions: int, agreed: int) -> None:
-    """Refuses another number of functions that XLA compiles than ranks have agreed on."""
+    """Raises `ValueError` if the number of functions that XLA compiles is not the agreed one."""
     if functions != agreed:
         raise ValueError(
             "XLA must compile the same number of functions in all steps of an optimizer, because "
@@ -293,8 +293,8 @@ def _notes(
     yield _weighing(settings)
     if functions := settings["functions compiled by XLA"]:
         yield (
-            f"XLA compiles the gradients in {functions} function(s): those of a function are ready "
-            "together, and its matrices have no sufficient factors"
+            f"XLA compiles the gradients in {functions} function(s): the gradients of a function "
+            "are ready together, and have no sufficient factors"
         )
     for member, (grad, path) in enumerate(zip(grads, plan.paths, strict=True)):
         if isinstance(grad, tf.IndexedSlices) and member not in plan.structured:
@@ -318,7 +318,7 @@ def _key(variables: list[Any]) -> Any:
 
 
 def _check_structures(plan: Plan, policy: Policy) -> None:
-    """Refuses a scheme that exchanges structures if no gradient has a structure."""
+    """Raises `ValueError` if a scheme exchanges structures, but no gradient has a structure."""
     reader = policy.reader
     if reader is None or plan.structured:
         return

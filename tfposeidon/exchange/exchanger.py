@@ -26,7 +26,7 @@ from tfposeidon.gradients import as_vector, tensors_of
 from tfposeidon.schemes.base import Scheme, State
 
 Afterwards = Callable[[list[Any]], list[Any]]
-"""Takes averaged gradients, and returns the results of collectives that follow each exchange."""
+"""Maps averaged gradients to the results of collectives that follow each exchange."""
 
 Exchanged = tuple[list[Any], list[State]]
 """Averaged gradients, one per variable, and the new state of each exchanged bucket's scheme."""
@@ -323,7 +323,7 @@ class Exchanger:
     def contribute_nothing(
         self, call: int, afterwards: Afterwards | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Joins an exchange with zeros; returns how many ranks do so, and tensors to fetch."""
+        """Joins an exchange with zeros; returns the number of such ranks, and tensors to fetch."""
         nothing = [None] * len(self.plan.descriptions)
         with names_ending_in(_number(call)):
             # Discard the new state: no rank updates its state in a step without full participation.

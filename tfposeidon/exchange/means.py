@@ -4,7 +4,7 @@ The weight of a rank is its share of all samples. Waiting for the total number o
 double the time of a small step. Ranks therefore expect as many samples as in the last step, and
 check this in an all-reduce, usually in the Horovod cycle of the first bucket; see
 `Exchanger.share`. A rank with exhausted input joins exchanges with zeros, because collectives need
-all ranks. All ranks must decide alike whether they apply an update, or replicas would diverge.
+all ranks. Either all ranks or none apply an update; otherwise, replicas would diverge.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Means:
         )
 
     def keep_state(self) -> None:
-        """Assigns the new state if all ranks had a batch, weights move, and values are finite."""
+        """Assigns the new state if all ranks had a batch, `moves` is true and values are finite."""
         if not self.state:
             return
         everybody = True if self.everybody is None else self.everybody

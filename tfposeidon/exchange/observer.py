@@ -1,4 +1,4 @@
-"""Observes traced steps: observers add ops to a step, such as clocks. There are none by default."""
+"""Observes traced steps: an observer adds ops, such as clocks. By default, there is none."""
 
 from __future__ import annotations
 

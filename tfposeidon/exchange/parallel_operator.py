@@ -34,7 +34,7 @@ ROUNDS = 7
 """Number of measurements of each method, including the first, which traces and is discarded."""
 
 
-# Number the calls, because Horovod matches collectives by name. All ranks call equally often.
+# Number the calls, because Horovod matches collectives by name. All ranks make the same calls.
 _numbers = itertools.count()
 
 
@@ -253,7 +253,7 @@ def norm_settings(optimizer: Any) -> dict[str, Any]:
 
 @contextmanager
 def override_norms(optimizer: Any, norms: Norms | None) -> Iterator[None]:
-    """Makes a layer-wise optimizer use another norm function within this context."""
+    """Replaces the norm function of a layer-wise optimizer within this context."""
     inner = innermost(optimizer)
     if norms is None or not isinstance(inner, LayerWiseOptimizer):
         yield

@@ -2,7 +2,7 @@
 
 Each rank makes its plan independently, and all plans must be equal. Therefore no decision may
 depend on data that differs between ranks, and no order may come from a set. This module also
-refuses plans that the inner optimizer does not support, and gives advice on unsuitable plans.
+rejects plans that the inner optimizer does not support, and gives advice on unsuitable plans.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of schemes, buckets, shapes and structures; not of paths, which may differ."""
+        """Digest of schemes, buckets, shapes and structures, but not of paths, which may differ."""
         content = [
             (b.scheme, b.members, [(d.shape, d.dtype) for d in b.descriptions], b.structures)
             for b in self.buckets
@@ -382,7 +382,7 @@ def sparsity_advice(plan: Plan, inner: Any) -> str:
 
 
 def check_optimizer(plan: Plan, inner: Any) -> None:
-    """Refuses schemes that the inner optimizer does not support."""
+    """Raises `ValueError` for schemes that the inner optimizer does not support."""
     corrected = {bucket.scheme.name for bucket in plan.buckets if bucket.scheme.corrects_momentum}
     moved = [leaf for leaf in leaves(inner) if getattr(leaf, "momentum", 0.0)]
     if corrected and moved:

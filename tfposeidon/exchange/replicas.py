@@ -87,7 +87,7 @@ def describe_any(variables: Sequence[Any]) -> list[Description]:
 
 
 def broadcast(variables: Sequence[Any], wire: Wire, root_rank: int = 0) -> None:
-    """Assigns the values of `root_rank` on every rank; collective.
+    """Assigns the values of `root_rank` to the variables of every rank; collective.
 
     Raises an error if ranks have different variables. Seeds receive a different value on each rank.
     """
@@ -204,7 +204,7 @@ def _sum(tensor: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
 def differences(
     variables: Sequence[Any], arrays: Mapping[str, np.ndarray], wire: Wire
 ) -> dict[str, list[int]]:
-    """Returns the ranks that differ from rank 0, by path of each value that is not bit-equal."""
+    """Maps the path of each value that is not bit-equal to the ranks that differ from rank 0."""
     # Identify variables by index, because their paths may differ between ranks.
     paths = {str(index): path_of(variable) for index, variable in enumerate(variables)}
     mine = dict(zip([*paths, *arrays], checksums([*variables, *arrays.values()]), strict=True))

@@ -101,7 +101,7 @@ class SchemeStates:
                 variable.assign(value)
 
     def flush(self) -> None:
-        """Makes all later exchanges send whole gradients and all residuals."""
+        """Starts a flush, in which later exchanges send whole gradients and all residuals."""
         for bucket, variables in self._pairs():
             state = tuple(map(tf.convert_to_tensor, variables))
             for variable, value in zip(variables, bucket.scheme.flushing(state), strict=True):

@@ -60,7 +60,7 @@ class Step:
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.5))
       >>> optimizer.exchange.is_timed = True
       >>> x, y = tf.zeros([8, 2]), tf.zeros([8])
-      >>> with optimizer.exchange.batch.counting((x, y)):  # this rank weighs by its samples
+      >>> with optimizer.exchange.batch.counting((x, y)):  # weights this rank by its 8 samples
       ...     optimizer.apply([tf.ones([2])], [weight])
       >>> weight.numpy().tolist(), optimizer.exchange.exposed_s
       ([0.5, 1.5], 0.0)
@@ -124,7 +124,7 @@ class Step:
     def prepare(
         self, gradients: list[Any], variables: list[Any], count: Any
     ) -> tuple[Callable[[], Exchanged], Callable[[list[Any], list[State]], Means]]:
-        """Returns functions: one exchanges gradients, and the other makes `Means` of its result."""
+        """Returns a function that exchanges gradients, and one that makes `Means` of the result."""
         if not self._exchanges(variables):
             return lambda: (with_merged_rows(gradients), []), lambda values, _: Means(values)
         exchanger, updater = self.exchanger(variables), self._optimizer.updater
@@ -159,8 +159,8 @@ class Step:
         return exchange, averaged
 
     def _share(self, exchanger: Exchanger, sent: list[Any], count: Any) -> Share:
-        # All ranks must decide alike, so these conditions depend only on values that ranks have
-        # agreed on, or that the model's code determines.
+        # The result must be the same on all ranks, so these conditions depend only on values that
+        # ranks have agreed on, or that the model's code determines.
         if (
             self.batch.is_known(count)
             and not self.absence.is_watched
@@ -180,7 +180,7 @@ class Step:
         return self._wire().topology.size > 1 or self.exchanger(variables).states.exist
 
     def _settings(self, count: Any) -> dict[str, Any]:
-        """Returns the settings that must be equal on all ranks, except those that plans compare."""
+        """Returns the settings that must be equal on all ranks; `AgreedPlans` adds its own."""
         inner, updater = self._optimizer.inner_optimizer, self._optimizer.updater
         counts, steps, calls = self.batch.function, self._optimizer.gradient_accumulation_steps, 0
         if steps:
@@ -243,7 +243,7 @@ class Step:
         return self.is_timed or self.plans.planner.is_watching
 
     def flush(self) -> None:
-        """Makes all later steps send all residuals, so that a change of schemes loses none."""
+        """Starts a flush: later steps send all residuals, so that a scheme change loses none."""
         for exchanger in self.plans.exchangers.values():
             if exchanger.is_used:
                 exchanger.states.flush()
@@ -306,11 +306,11 @@ class BatchCount:
         return is_known
 
     def counting(self, data: Any) -> contextlib.AbstractContextManager[None]:
-        """Makes `apply` weight this rank by the count of `data` within this context."""
+        """Returns a context in which `apply` weights this rank by the count of `data`."""
         return self._setting(sample_counts.counted(self.function or sample_counts.batch_size, data))
 
     def counting_none(self) -> contextlib.AbstractContextManager[None]:
-        """Makes `apply` average gradients without any samples of this rank within this context."""
+        """Returns a context in which `apply` averages gradients without samples of this rank."""
         return self._setting(tf.zeros([], tf.int32))
 
     @contextlib.contextmanager

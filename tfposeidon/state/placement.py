@@ -134,7 +134,7 @@ def placement_outside_variables(layer: Any) -> Placement:
 
 
 def _checked(placement: Any) -> Placement:
-    # Refuse sharded state, because readers of layer and callback state could not join the shards.
+    # Reject sharded state, because readers of layer and callback state could not join the shards.
     known = [str(one) for one in Placement if one != Placement.SHARDED]
     if placement not in known:
         raise ValueError(
@@ -283,7 +283,7 @@ def redistribute(saved: Sequence[RankState], wanted: RankState) -> list[np.ndarr
 
 
 def _check_all_wanted(totals: dict[tuple[str, str], np.ndarray], wanted: RankState) -> None:
-    """Refuses to drop sums: computed gradients that were not sent would be lost silently."""
+    """Raises `ValueError` if a sum has no place in `wanted`: unsent gradients would be lost."""
     unwanted = set(totals) - {(d.name, path) for d, _ in wanted for path, _ in d.members}
     if unwanted:
         name, path = min(unwanted)
@@ -311,7 +311,7 @@ def _cut(
     result = np.zeros_like(like)
     for key, _, inside, in_array in description.overlaps(like.size):
         if key in totals:
-            # Each owner takes an equal share, which preserves the sum over ranks.
+            # Each owner receives an equal share, which preserves the sum over ranks.
             result[in_array] = totals[key][inside] / description.owners
     return result
 

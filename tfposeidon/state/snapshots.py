@@ -268,14 +268,14 @@ def _sync(folder: Path) -> None:
 
 
 def values_of(variables: Sequence[Any]) -> list[np.ndarray]:
-    """Returns the values of variables as arrays that a snapshot can hold."""
+    """Returns the values of variables as arrays that a snapshot can store."""
     tensors = [tf.convert_to_tensor(v) for v in variables]
     # NumPy's files do not support bfloat16; float32 represents all of its values.
     return [(tf.cast(t, tf.float32) if t.dtype == tf.bfloat16 else t).numpy() for t in tensors]
 
 
 def mismatch(received: str) -> SnapshotError:
-    """Returns the error of a snapshot that does not match the model."""
+    """Returns the error for a snapshot that does not match the model."""
     return SnapshotError(
         f"A checkpoint must match the model and its optimizers. Received: {received}. Use another "
         "folder, or Checkpoint(..., resume=False)."

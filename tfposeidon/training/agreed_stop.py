@@ -31,7 +31,7 @@ class AgreedStop(keras.callbacks.Callback):
     """Keras callback that stops training on all ranks after an epoch in which any rank stops.
 
     In epochs of known length, a stop is deferred to the end of the epoch, because other ranks would
-    wait for this rank. It is not deferred if ranks exchange in each step and detect absent ranks.
+    wait for this rank. It is not deferred if ranks detect exhausted input when they exchange.
 
     `is_over` returns whether the epoch has ended on another rank. Ranks compare settings before the
     first epoch and after each epoch. They compare replicated values, such as weights, before each
@@ -70,7 +70,7 @@ class AgreedStop(keras.callbacks.Callback):
         if not self._session.is_in_step:
             return
         if self._synchronizes_model and len(self.model.weights) != self._weights:
-            # Ranks have created weights in this step.
+            # The step created weights, whose initial values may differ between ranks.
             entries.synchronize_start(self.model, runtime.wire())
         else:
             self._compare_values(WHERE_SET)

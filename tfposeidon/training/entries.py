@@ -122,7 +122,7 @@ def variables_of(model: Any, *placements: Placement) -> list[Any]:
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
     """Returns the averaged state that an optimizer synchronizes together with its weights."""
-    # Only the first of several optimizers averages this state, because it must be averaged once.
+    # Only the first of several optimizers averages this state, which must be averaged only once.
     found = [one for one in session.optimizers_of(model) if not one.fit_hooks(model).is_in_step]
     return variables_of(model, Placement.AVERAGED) if found[:1] == [optimizer] else []
 
@@ -196,7 +196,7 @@ def broadcast_state(
 
 
 def synchronize_start(model: keras.Model, wire: Wire, root_rank: int = 0) -> None:
-    """Makes all ranks start with one rank's values, but with different seeds; collective."""
+    """Assigns one rank's values on all ranks, but a different seed on each; collective."""
     # A snapshot within an epoch contains each rank's own statistics, so do not compare them.
     placements = [] if session.of(model).is_resumed else [Placement.AVERAGED]
     problem = difference(model, wire, True, *placements)

@@ -29,7 +29,7 @@ from tfposeidon.training.hooks import FitHooks
 log = logging.getLogger("tfposeidon")
 
 KNOWN = ("keras", "keras_callbacks", "tfposeidon", "builtins")
-"""Packages whose callbacks stop at the end of epochs only, and `builtins` for `object`."""
+"""Packages whose callbacks stop training only between epochs, and `builtins` for `object`."""
 
 
 def with_equal_epochs(
@@ -54,7 +54,7 @@ def _may_stop(callback: Any) -> bool:
     """Returns whether a callback may set `stop_training` within an epoch."""
     if isinstance(callback, keras.callbacks.TerminateOnNaN | keras.callbacks.LambdaCallback):
         return True
-    # All other callbacks of Keras and of this project stop at the end of epochs only.
+    # All other callbacks of Keras and of this project stop training only at the end of an epoch.
     return has_batch_hooks(callback)
 
 
@@ -255,7 +255,7 @@ def _can_step_without_samples(model: Any) -> bool:
     optimizer = session.without_loss_scale(model.optimizer)
     if not (session.is_distributed(optimizer) and session.trains_all_together(model)):
         return False
-    # A step with code of the user may do more than update weights: count, or call collectives.
+    # A step with code of the user may also count steps or call collectives.
     losses = [keras.losses.get(loss) for loss in keras.tree.flatten(model.loss)]
     losses = [getattr(loss, "fn", loss) for loss in losses]
     trained = [tuple(of_tensorflow(v).ref() for v in model.trainable_weights)]
@@ -295,7 +295,7 @@ def _without_samples(model: Any) -> Any:
 class PlannerCallbacks(keras.callbacks.Callback):
     """Keras callback that runs the callbacks of optimizers' planners, each class once per model.
 
-    At the start of each epoch it adds missing callbacks, because a schedule may have replaced a
+    At the start of each epoch, it adds missing callbacks, because a schedule may have replaced a
     planner.
     """
 

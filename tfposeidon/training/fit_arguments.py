@@ -53,7 +53,7 @@ def compare_data(model: keras.Model, arguments: dict[str, Any]) -> None:
     batch = first_batch(arguments)
     try:
         found.extend(_read(arguments, batch))
-    except Exception as error:  # noqa: BLE001 - data of users may raise anything, also in `fit`.
+    except Exception as error:  # noqa: BLE001 - users' data may raise any error; `fit` reports it.
         log.debug("tfposeidon: the data of ranks are not compared: %s", error)
     batch_size, own = (*found, None, None)[:2]
     ranks = exchange_objects([batch_size, own], runtime.wire(), "tp.given_data")
@@ -129,7 +129,7 @@ def _checksum(value: Any) -> int:
 
 
 def _samples_of_dataset(dataset: tf.data.Dataset) -> list[Any] | None:
-    """Returns number of samples, and checksums of the first, before the first shuffle or batch.
+    """Returns the number of samples, and the first one's checksums, before any shuffle or batch.
 
     Returns `None` if the dataset has a `shard` step or calls Python.
     """

@@ -1,7 +1,7 @@
 """Computes metrics over the samples of all ranks, and averages layer state, after each epoch.
 
 Afterwards, logs and layer state are equal on all ranks, so callbacks act identically. This module
-also refuses callbacks that save within an epoch, and layers that Keras would synchronize in each
+also rejects callbacks that save within an epoch, and layers that Keras would synchronize in each
 step.
 """
 
@@ -35,11 +35,11 @@ SAVING = (
 _Layout = list[tuple[str, list[int]]]
 """Aggregation and shape of each variable of a metric."""
 _OF_ONE_RANK = ("none", "only_first_replica")
-"""Keras's names for aggregations that take the value of a single replica."""
+"""Keras's names for aggregations that use the value of a single replica."""
 
 
 def samples_seen(model: keras.Model) -> float | None:
-    """Returns how many samples Keras's loss tracker has counted; `None` without a loss tracker."""
+    """Returns the number of samples in Keras's loss tracker; `None` without a loss tracker."""
     # A model that overrides `metrics` may have a metric of the same name that counts steps.
     if type(model).metrics is not keras.Model.metrics:
         return None
@@ -117,7 +117,7 @@ class _Phase:
 
 
 def _results(metrics: dict[str, Any], values: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
-    """Returns the numeric results of metrics by name, while their variables hold `values`."""
+    """Returns the numeric results of metrics by name, computed from `values` of their variables."""
     pairs = [
         pair
         for key, metric in metrics.items()
@@ -302,7 +302,7 @@ def average_layer_state(model: keras.Model) -> None:
 
 
 def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
-    """Refuses callbacks that save within an epoch while layer state differs between ranks.
+    """Raises `ValueError` for callbacks that save while layer state differs between ranks.
 
     Collective: if one rank has such a callback, all ranks raise the error.
     """
@@ -322,7 +322,7 @@ def check_saves(model: keras.Model, callbacks: Sequence[Any]) -> None:
 
 
 def refuse_synchronized(model: Any) -> None:
-    """Refuses synchronized batch normalization, which Keras cannot synchronize across ranks."""
+    """Raises `ValueError` for a synchronized `BatchNormalization`, which ranks do not support."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized:
             raise ValueError(

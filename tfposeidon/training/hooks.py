@@ -17,15 +17,15 @@ class FitHooks:
     """Hooks that `fit` calls for one optimizer.
 
     Attributes:
-      check: Refuses incompatible callbacks and settings of the user.
+      check: Raises an error for incompatible callbacks or settings of the user.
       prepare: Creates variables that a step with these trainable variables needs, before its trace.
       first: Callbacks that run before the user's callbacks.
       last: Callbacks that run after the user's callbacks.
       around: Returns a context for the whole `fit`.
-      begin_step: Is called before each execution of the train function, in `train_on_batch`, too.
-      end_step: Is called after each such execution with its number of steps.
+      begin_step: Called before each execution of the train function, also in `train_on_batch`.
+      end_step: Called after each such execution, with its number of steps.
       join_hooks: Returns the exchanges of a step, which a rank with exhausted input joins.
-      abandon_update: Is called on all ranks when an epoch may end within an accumulated update.
+      abandon_update: Called on all ranks when an epoch may end within an accumulated update.
       run: Replaces Keras's `fit`, which it receives together with its arguments.
       wire: Returns the communicator of the ranks that exchange in each step; `None` for all ranks.
       is_in_step: True if ranks exchange in each step, False if each rank trains local weights.

@@ -116,7 +116,7 @@ def _make_train_function(original: Any, call: inspect.BoundArguments) -> Any:
 
 
 def _prepare_train_step(model: Any, optimizers: list[Any], functions: int) -> None:
-    """Makes the model's train step count samples and compile `functions` functions with XLA."""
+    """Wraps the train step: it then counts samples, and XLA compiles `functions` functions."""
     # XLA compiles the steps of a single rank, and has no access to variables on the CPU.
     for optimizer in optimizers if runtime.size() > 1 else ():
         optimizer.exchange.batch.build()
@@ -232,7 +232,7 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
                 model._symbolic_build(data_batch=specification)
     if not entries.has_weights(model):
         with _trying("from a sample"):
-            # Call the model, because its call may use operations that refuse symbolic tensors.
+            # Call the model, because it may use operations that reject symbolic tensors.
             model(_first_sample(x), training=False)
     if model.built and not model.optimizer.built and session.trains_all_together(model):
         model.optimizer.build(model.trainable_variables)
@@ -240,10 +240,10 @@ def _build(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
 
 @contextlib.contextmanager
 def _trying(way: str) -> Iterator[None]:
-    """Suppresses an error of one way to build a model, because the first step can build it."""
+    """Suppresses errors while a model is built, because its first step can build it instead."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the code of a model may raise anything.
+    except Exception as error:  # noqa: BLE001 - the code of a model may raise any error.
         log.debug("tfposeidon: the model was not built %s: %s", way, error)
 
 
@@ -325,5 +325,5 @@ def _verbosity() -> Any:
         or "PYCHARM_HOSTED" in os.environ
         or getattr(sys.stdout, "isatty", bool)()
     )
-    # Without interactive logging Keras sends its output to absl's log, line by line.
+    # Without interactive logging, Keras writes its output to absl's log, line by line.
     return "auto" if shows_bars and keras.config.is_interactive_logging_enabled() else 2

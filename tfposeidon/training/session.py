@@ -27,7 +27,7 @@ _MOST_ITEMS = 100
 """Maximum number of items that are searched for optimizers in a model's list or dictionary."""
 _Check = Callable[[Any, list[Any]], None]
 _checked_by: contextvars.ContextVar[_Check | None] = contextvars.ContextVar("check", default=None)
-"""Function that checks each optimizer that takes a step, and its variables."""
+"""Function that checks each optimizer that performs a step, and its variables."""
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -44,7 +44,7 @@ def without_loss_scale(optimizer: Any) -> Any:
 
 
 def check_is_known(optimizer: Any, variables: list[Any]) -> None:
-    """Raises an error if a model that trains now does not hold this optimizer."""
+    """Raises `ValueError` if the model in training does not hold this optimizer."""
     if check := _checked_by.get():
         check(optimizer, variables)
 
@@ -62,7 +62,7 @@ def held_by(model: Any) -> list[Any]:
     """
     # Models with their own `compile`, such as GANs, may use any attribute name. So the attributes
     # of the model, of its layers and of inner models are searched, and the items of their lists and
-    # dictionaries, but no nested lists. A step refuses optimizers elsewhere. Optimizers of an inner
+    # dictionaries, but no nested lists. A step rejects optimizers elsewhere. Optimizers of an inner
     # model that was compiled itself, such as a pretrained encoder, do not train this model.
     if not alive:
         return []
@@ -97,7 +97,7 @@ def _attributes(holder: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def refusing_hidden_optimizers(model: Any, known: Sequence[Any] = ()) -> Iterator[None]:
-    """Refuses optimizers that only a train step reveals, because `fit` needs their hooks."""
+    """Raises `ValueError` for optimizers found only in a step, because `fit` needs their hooks."""
 
     def refuse(optimizer: Any, variables: list[Any]) -> None:
         # Within a `fit` of a model without such optimizers, a callback may train another model.
@@ -211,7 +211,7 @@ class Session:
         self.callbacks_with_state = weakref.WeakValueDictionary(found)
 
     def resume_at(self, epoch: int, batches: int) -> None:
-        """Makes the starting `fit` resume within an epoch; earlier batches are read and dropped."""
+        """Resumes the starting `fit` within an epoch; earlier batches are read and dropped."""
         # Keras's `fit` reads this attribute after `on_train_begin`, for `BackupAndRestore`.
         self.model._initial_epoch = epoch
         self.batches_to_skip = batches
@@ -252,7 +252,7 @@ class Session:
         return {}
 
     def flush(self) -> None:
-        """Makes later steps send all residuals."""
+        """Starts a flush, in which later steps send all residuals."""
         for optimizer in self.optimizers:
             optimizer.exchange.flush()
 
@@ -278,7 +278,7 @@ class Session:
         self.wrap_train_function()
 
     def wrap_train_function(self) -> None:
-        """Makes the model's train function a `TrainFunction` with the current hooks."""
+        """Wraps the model's train function in a `TrainFunction`, and updates its hooks."""
         if not isinstance(self.model.train_function, TrainFunction):
             self.is_outside_of_fit = False
             self.model.train_function = TrainFunction(self)
@@ -287,7 +287,7 @@ class Session:
     # ------------------------------------------------------------------ weights of each rank
 
     def check_in_step(self, received: str) -> None:
-        """Refuses callbacks that communicate within epochs if the ranks' step counts may differ."""
+        """Raises `ValueError` if callbacks communicate within epochs but step counts may differ."""
         # If ranks train local weights, a rank detects only in the next synchronization that another
         # rank has fewer batches.
         if not self.knows_lengths and not self.is_in_step:
@@ -379,7 +379,7 @@ class TrainFunction:
     """
 
     def __init__(self, own: Session) -> None:
-        # This list is complete, because optimizers that are found only in a step are refused.
+        # This list is complete, because optimizers that are found only in a step raise an error.
         self._session, self.hooks = own, own.step_hooks
         self._train: Callable[[Any], Any] = own.model.train_function
 
@@ -415,7 +415,7 @@ def trains_all_together(model: Any) -> bool:
 
 
 def _check_variables_are_apart(model: Any, optimizers: list[Any]) -> None:
-    """Refuses optimizers that synchronize the same weights."""
+    """Raises `ValueError` if two optimizers synchronize the same weights."""
     # Each optimizer would mistake the other's changes for updates of this rank.
     owners: dict[int, Any] = {}
     for optimizer in optimizers:
