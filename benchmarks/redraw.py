@@ -13,6 +13,7 @@ import json
 from benchmarks import (
     accuracy,
     auto,
+    cold_starts,
     dawnbench,
     elastic_averaging,
     exchange,
@@ -38,6 +39,7 @@ from benchmarks import (
 PLOTS = {
     "accuracy": (accuracy.plot, ["accuracy"]),
     "auto": (auto.plot, ["auto"]),
+    "cold_starts": (cold_starts.plot, ["cold_starts"]),
     "dawnbench": (dawnbench.plot, ["dawnbench"]),
     "elastic_averaging": (elastic_averaging.plot, ["elastic_averaging"]),
     "exchange": (exchange.plot, ["exchange"]),

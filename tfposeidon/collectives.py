@@ -114,8 +114,8 @@ def all_reduce(value: Any, op: str = "mean", name: str | None = None) -> Any:
       RuntimeError: In eager mode, on all ranks, if structures, shapes, dtypes or operations differ.
         In a `tf.function`, Horovod raises its own error.
 
-    Cost: one all-reduce per tensor, 2 (P - 1) / P of its bytes sent per rank over a ring; 16-bit
-    floats are sent as float32. In eager mode, a small all-gather also compares the ranks' arguments.
+    Cost: one all-reduce per tensor, 2 (P - 1) / P of its bytes sent per rank over a ring, of 16-bit
+    floats as float32; in eager mode, one additional small all-gather that compares the arguments.
 
     Example:
       >>> import tfposeidon as tp

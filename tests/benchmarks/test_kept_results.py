@@ -10,6 +10,7 @@ import pytest
 from benchmarks import (
     accuracy,
     auto,
+    cold_starts,
     dawnbench,
     elastic_averaging,
     exchange,
@@ -40,6 +41,7 @@ OF_RESULTS = {
     for module in (
         accuracy,
         auto,
+        cold_starts,
         dawnbench,
         elastic_averaging,
         exchange,

@@ -215,7 +215,7 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
         on_train_batch_end=lambda _, logs: seen.append((time.perf_counter(), payload_bytes())),
     )
     # Request many epochs, but run only two, because `auto` retraces a step only if the remaining
-    # epochs save more time than the trace takes.
+    # epochs save more than three times the time of a trace.
     model.fit(data, data, batch_size=batch, epochs=1000, verbose=0, callbacks=[watch])
     own_steps_s, own_bytes = np.diff(seen, axis=0)[-steps:].T
     wire = runtime.wire()
