@@ -88,7 +88,7 @@ class GradientReader(Protocol):
         descriptions: Sequence[Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Returns, for JSON, each gradient's structure on this rank, or why it has none."""
+        """Returns each gradient's structure on this rank, or why it has none, as JSON values."""
 
     def describe(
         self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Any]]

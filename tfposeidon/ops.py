@@ -285,7 +285,7 @@ def l2_norms(tensors: Sequence[Any]) -> tf.Tensor:
     given = [_floating("tensors", tensor) for tensor in tensors]
     if not given or any(tensor.dtype.size > 4 for tensor in given):
         raise ValueError(
-            "`tensors` must hold at least one tensor, of dtype float32, float16 or bfloat16. "
+            "`tensors` must be one or more tensors, all of dtype float32, float16 or bfloat16. "
             f"Received: {[tensor.dtype.name for tensor in given]}. Use tf.norm for other dtypes."
         )
     return library().tfposeidon_l2_norms(tensors=[tf.cast(tensor, tf.float32) for tensor in given])

@@ -59,7 +59,7 @@ def own_memory() -> Path:
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
             f'memory="auto" requires {SHARED_MEMORY}, a folder in shared memory. Received: a '
-            "machine without it. Mount a tmpfs there (with Docker: --shm-size), or pass another "
+            "machine without it. Mount a tmpfs there (without --ipc=none in Docker), or pass another "
             "folder as `memory`, or None to disable the store in memory."
         )
     with Directory.create(Path(default_memory())) as directory:
@@ -250,8 +250,8 @@ def _make(directory: Directory, spec: PoolSpec) -> None:
                 raise
             raise NoRoomError(
                 f"A store needs {spec.reserved_bytes} bytes of free space. Received: "
-                f"{directory.path}, on a file system with less. Reduce the budget, or remove other "
-                "stores: python -m datacache ls"
+                f"{directory.path}, on a file system with less. Reduce the budget, or list other "
+                "stores (python -m datacache ls) and remove them (python -m datacache rm)."
             ) from error
     os.replace(UNFINISHED, STORE, src_dir_fd=directory.fileno(), dst_dir_fd=directory.fileno())
 

@@ -88,8 +88,8 @@ def test_nodes_overlap_an_exchange_with_steps(wire):
 DELAY = 2
 
 
-def test_buckets_of_an_overlapped_exchange_are_sent_in_order(wire):
-    """The order does not change the bits: weights are the same with one bucket and with many."""
+def test_buckets_of_an_overlapped_exchange_do_not_change_the_bits(wire):
+    """Weights are the same with one bucket and with many, which are sent one after the other."""
     data, start = models.mlp.data(STEPS * BATCH), models.mlp()
     digests = []
     for bucket_bytes in (0, 1 << 20):

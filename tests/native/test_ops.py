@@ -298,6 +298,6 @@ def test_norms_of_non_finite_tensors_are_not_finite():
 def test_invalid_inputs_of_norms_are_refused(tensors):
     with pytest.raises(
         ValueError,
-        match=r"`tensors` must hold at least one tensor|`tensors` must be floating point",
+        match=r"`tensors` must be one or more tensors|`tensors` must be floating point",
     ):
         ops.l2_norms(tensors)

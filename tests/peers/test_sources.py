@@ -290,7 +290,7 @@ def test_tokens_come_from_private_files(tmp_path):
     variables = {"TFPOSEIDON_TOKEN_FILE": str(file)}
     assert sources.token(variables) == "secret"
     file.chmod(0o640)
-    with pytest.raises(ValueError, match=rf"mode 0640 of uid {os.geteuid()}.*chmod 600"):
+    with pytest.raises(ValueError, match=rf"mode 0640, owned by uid {os.geteuid()}.*chmod 600"):
         sources.token(variables)
     file.chmod(0o600)
     file.write_text("\n")

@@ -244,7 +244,7 @@ def choose_norms(optimizer: Any, variables: Sequence[Any], wire: Wire, prefix: s
 
 
 def norm_settings(optimizer: Any) -> dict[str, Any]:
-    """Returns, for JSON, the settings of norms that must be equal on all ranks."""
+    """Returns the settings of norms that must be equal on all ranks, as JSON values."""
     inner = innermost(optimizer)
     if not isinstance(inner, LayerWiseOptimizer):
         return {}

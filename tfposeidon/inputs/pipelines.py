@@ -25,7 +25,7 @@ from tensorflow.python.framework import op_def_registry
 
 PYTHON_OPS = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 """Ops that call Python."""
-# These random ops are not stateful, or have neither a seed nor a generator.
+# Results of these ops differ between runs, although they are not stateful or have no seed.
 _UNSEEDED = {"Timestamp", "NonDeterministicInts", "FractionalMaxPool", "FractionalAvgPool"}
 # This pattern matches ops that change a variable.
 _WRITES = "Assign.*VariableOp|Resource(Scatter|Apply|SparseApply|StridedSliceAssign|CountUpTo)"

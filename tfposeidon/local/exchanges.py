@@ -22,7 +22,7 @@ _LEAST_SAMPLES = 1e-6
 
 def of_differences(optimizer: Any) -> Step:
     """Returns the exchange of pseudo-gradients in a synchronization."""
-    # Averaged pseudo-gradients are added to weights, so plans do not depend on the inner optimizer.
+    # Averaged differences are added to weights, so plans do not depend on the inner optimizer.
     sgd = keras.optimizers.SGD(1.0)
     adding = SimpleNamespace(
         inner_optimizer=sgd, updater=sgd, gradient_accumulation_steps=None, xla_functions=0

@@ -39,12 +39,12 @@ from tfposeidon.training.hooks import FitHooks
 class LocalUpdates(CommunicatingOptimizer):
     """Optimizer that trains local weights on each rank and synchronizes them periodically.
 
-    Ranks exchange pseudo-gradients, which are the global weights minus their local weights. An
-    outer optimizer then updates the global weights, which are equal on all ranks. Communication
-    decreases by the factor `sync_every`, at some cost in accuracy, because the local weights of
-    replicas differ. `evaluate`, `predict`, `save` and callbacks at the end of an epoch use the
-    global weights; training continues from each rank's local weights. On one rank, `LocalUpdates`
-    behaves like the inner optimizer.
+    Ranks exchange pseudo-gradients, which are the differences between their local weights and the
+    global weights. An outer optimizer then updates the global weights, which are equal on all
+    ranks. Communication decreases by the factor `sync_every`, at some cost in accuracy, because the
+    local weights of replicas differ. `evaluate`, `predict`, `save` and callbacks at the end of an
+    epoch use the global weights; training continues from each rank's local weights. On one rank,
+    `LocalUpdates` behaves like the inner optimizer.
 
     Args:
       inner_optimizer: A Keras optimizer that is not wrapped. It updates this rank's weights at
@@ -64,7 +64,7 @@ class LocalUpdates(CommunicatingOptimizer):
       warmup_steps: Number of initial steps that are each followed by a synchronization (default 0),
         for post-local SGD.
       bucket_bytes: Maximum size of a bucket of pseudo-gradients; see `DistributedOptimizer`.
-      sample_count: Function that returns this rank's weight in `fit`; see `DistributedOptimizer`.
+      sample_count: Function for the share of a rank in averages; see `DistributedOptimizer`.
       name: Name of the optimizer (default `"local_updates"`).
       **others: Other arguments, all of which are refused.
 

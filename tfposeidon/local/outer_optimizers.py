@@ -60,8 +60,8 @@ class Rule(ABC):
           replicas: Number of replicas: ranks, or nodes with `hierarchical=True`.
 
         Returns:
-          Share in (0, 1]. With 1, ranks continue from the global weights; below 1, replicas keep
-          different weights.
+          Share in (0, 1] of the difference from the global weights before `move`. With 1, ranks
+          continue from the global weights after `move`; below 1, replicas keep different weights.
         """
         return 1.0
 

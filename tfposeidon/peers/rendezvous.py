@@ -214,10 +214,10 @@ def _refuse_child() -> None:
     if process in ("", str(os.getpid())) or address != os.environ.get(STORE_ADDRESS):
         return
     raise RuntimeError(
-        "Each rank must be one process. Received: the variables of rank "
-        f"{os.environ.get(LAUNCHER)}, process {process}, in process {os.getpid()}. Do not call "
-        "tfposeidon.init() in a child process of a rank, or start the child without the variables "
-        "that begin with HOROVOD_."
+        "Each rank must be one process. Received: the environment variables of rank "
+        f"{os.environ.get(LAUNCHER)}, process {process}, in process {os.getpid()}. Call "
+        "tfposeidon.init() only in the rank's own process, or start its child without the "
+        "environment variables that begin with HOROVOD_."
     )
 
 

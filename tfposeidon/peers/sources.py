@@ -125,8 +125,8 @@ def token(variables: Variables) -> str | None:
         if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in (0, os.geteuid()):
             raise ValueError(
                 "A token file must be accessible to its owner alone, who must be this user or "
-                f"root. Received: {path} with mode {stat.S_IMODE(found.st_mode):04o} of uid "
-                f"{found.st_uid}. Run: chmod 600 {path}"
+                f"root. Received: {path} with mode {stat.S_IMODE(found.st_mode):04o}, owned by uid "
+                f"{found.st_uid}. As its owner, run: chmod 600 {path}"
             )
         text = stream.read().strip()
     if not text:
