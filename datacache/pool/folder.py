@@ -59,8 +59,8 @@ def own_memory() -> Path:
     if not os.path.isdir(SHARED_MEMORY):
         raise CacheError(
             f'memory="auto" requires {SHARED_MEMORY}, a folder in shared memory. Received: a '
-            "machine without it. Mount a tmpfs there (without --ipc=none in Docker), or pass another "
-            "folder as `memory`, or None to disable the store in memory."
+            "machine without it. Mount a tmpfs there (in Docker, remove --ipc=none), or pass "
+            "another folder as `memory`, or None to disable the store in memory."
         )
     with Directory.create(Path(default_memory())) as directory:
         return directory.path
