@@ -129,7 +129,7 @@ def test_segments_run_in_xla(wire, functions):
 @pytest.mark.parametrize(
     ("scheme", "options", "compiles", "functions"),
     [
-        (SERVED, {}, {"steps_per_execution": 2}, 1),
+        (SERVED, {}, {"steps_per_execution": 2}, 3),
         ("hybcomm", {}, {}, 2),
         ("allreduce", {"gradient_accumulation_steps": 2}, {}, 1),
     ],
