@@ -1,5 +1,6 @@
 """XLA compiles the gradients of Keras's train step, and exchanges run outside of XLA."""
 
+import gc
 from unittest import mock
 
 import keras
@@ -21,6 +22,7 @@ from tests.helpers.training import (
     train_together,
 )
 from tfposeidon import native
+from tfposeidon.training import xla
 
 pytestmark = pytest.mark.ranks("2x1")
 
@@ -47,10 +49,10 @@ def _watched(build):
     return keras.Model(x, SeesXla()(y))
 
 
-def _masked(unroll=True):
+def _masked():
     layers = keras.layers
     embedded = layers.Embedding(11, 8, mask_zero=True)
-    recurrent, inputs = layers.GRU(8, unroll=unroll), keras.Input((8,), dtype="int32")
+    recurrent, inputs = layers.GRU(8, unroll=True), keras.Input((8,), dtype="int32")
     return keras.Sequential([inputs, embedded, recurrent, layers.Dense(models.CLASSES)])
 
 
@@ -185,7 +187,13 @@ def _with_penalty():
     return keras.Model(inputs, keras.layers.Dense(models.CLASSES)(x))
 
 
-@pytest.mark.parametrize("build", [_Subclass, _with_penalty, lambda: _masked(unroll=False)])
+def _looped():
+    layers = keras.layers
+    stack = layers.Embedding(11, 8, mask_zero=True), layers.Dense(8), layers.GRU(8)
+    return keras.Sequential([keras.Input((8,), dtype="int32"), *stack, layers.Dense(5)])
+
+
+@pytest.mark.parametrize("build", [_Subclass, _with_penalty, _looped])
 def test_several_functions_train_any_model(wire, build):
     """Custom gradients, nested inputs, losses of layers and loops give the same weights."""
     data = (models.mlp if build in (_Subclass, _with_penalty) else models.embedding).data(BATCH)
@@ -202,6 +210,42 @@ def test_several_functions_train_any_model(wire, build):
         return [*model.get_weights(), np.asarray(fit.history["loss"])]
 
     check_equal(trained(2), trained(None))
+
+
+def test_each_function_computes_a_part_of_the_gradients(wire):
+    kinds = []
+    run = xla._run_part
+
+    def watched(graph, operations, *rest):
+        kinds.append([one.type for one in operations])
+        return run(graph, operations, *rest)
+
+    model = keras.Sequential([keras.Input((20,)), *(keras.layers.Dense(20) for _ in range(6))])
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=3), "mse")
+    x, _ = models.mlp.data(BATCH)
+    with mock.patch.object(xla, "_run_part", watched):
+        model.train_on_batch(x, x)
+    # Six layers multiply forward; backward, the first one multiplies once, and the others twice.
+    assert [part.count("MatMul") for part in kinds] == [6 + 4, 4, 3]
+
+
+def test_a_weight_without_gradient_is_allowed(wire):
+    inputs = keras.Input((20,))
+    unused = keras.layers.Dense(3, name="unused")
+    outputs = keras.layers.Dense(models.CLASSES)(inputs)
+    model = keras.Model(inputs, [outputs, unused(inputs)])
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=2), [models.LOSS, None])
+    model.train_on_batch(*models.mlp.data(BATCH))
+
+
+def test_loops_run_after_the_graph_of_the_trace_is_collected(wire):
+    model = _looped()
+    model.compile(tp.DistributedOptimizer(sgd(), xla_segments=2), models.LOSS)
+    for seed in range(2):
+        model.train_on_batch(*models.embedding.data(BATCH))
+        gc.collect()
+        # TensorFlow instantiates its functions again.
+        keras.utils.set_random_seed(seed)
 
 
 def test_an_optional_input_may_be_missing(wire):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -110,19 +110,39 @@ def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
 def _run_parts(function: Any, count: int, tensors: Sequence[Any]) -> Any:
     """Returns the outputs of a function, whose graph runs as `count` compiled functions."""
     whole = function.get_concrete_function(*tensors)
-    operations = [one for one in whole.graph.get_operations() if one.type != "Placeholder"]
-    bounds = _bounds(operations, whole.structured_outputs[0], count)
-    graph = whole.graph.as_graph_def()
+    # The functions of loops and branches exist only as long as `whole`.
+    tf.compat.v1.add_to_collection("tfposeidon_compiled", whole)
+    # TensorFlow appends a copy of each output to the graph.
+    results = tf.nest.map_structure(
+        lambda x: x if x is None else x.op.inputs[0],
+        whole.structured_outputs,
+        expand_composites=True,
+    )
+    wanted = {x.name for x in tf.nest.flatten(results, expand_composites=True) if x is not None}
+    everything = [one for one in whole.graph.get_operations() if one.type != "Placeholder"]
+    repeated = _repeated(everything, wanted)
+    operations = [one for one in everything if one.name not in repeated]
     names = [x.name for x in whole.inputs]
     values = dict(zip(names, [*tensors, *whole.captured_inputs], strict=True))
-    for begin, end in itertools.pairwise(bounds):
-        used = {x.name for one in operations[end:] for x in one.inputs}
-        used |= {x.name for x in whole.outputs}
-        outputs = [x for one in operations[begin:end] for x in one.outputs if x.name in used]
-        values |= _run_part(graph, operations[begin:end], values, outputs)
+    for begin, end in itertools.pairwise(_bounds(operations, results[0], count)):
+        part = operations[begin:end]
+        later = wanted | {x.name for one in operations[end:] for x in one.inputs}
+        outputs = [x for one in part for x in one.outputs if x.name in later]
+        used = {x.op.name for one in part for x in one.inputs}
+        part += [one for one in everything if one.name in used & repeated]
+        values |= _run_part(whole.graph, part, values, outputs)
     return tf.nest.map_structure(
-        lambda x: values[x.name], whole.structured_outputs, expand_composites=True
+        lambda x: x if x is None else values[x.name], results, expand_composites=True
     )
+
+
+def _repeated(operations: Sequence[Any], wanted: Collection[str]) -> set[str]:
+    """Returns names of constants and of reads of unchanged variables, which each part repeats."""
+    inputs = [(one, x) for one in operations for x in one.inputs if x.dtype == tf.resource]
+    changed = {x.name for one, x in inputs if one.type != "ReadVariableOp"}
+    reads = {one.name for one, x in inputs if x.name not in changed}
+    constants = {one.name for one in operations if one.type == "Const"}
+    return (reads | constants) - {name.partition(":")[0] for name in wanted}
 
 
 def _bounds(operations: Sequence[Any], gradients: Any, count: int) -> list[int]:
@@ -130,22 +150,22 @@ def _bounds(operations: Sequence[Any], gradients: Any, count: int) -> list[int]:
     index = {one.name: position for position, one in enumerate(operations)}
     found = [one for one in tf.nest.flatten(gradients) if one is not None]
     parts = [tf.nest.flatten(one, expand_composites=True) for one in found]
-    ends = sorted({1 + max(index.get(x.op.name, -1) for x in part) for part in parts})
+    ends = {1 + max(index.get(x.op.name, -1) for x in part) for part in parts} - {0}
     # A compiled function cannot return the lists in which loops store what their gradients need.
     lists = [
-        (index[x.op.name], index[one.name])
+        (index.get(x.op.name, -1), index[one.name])
         for one in operations
         for x in one.inputs
         if x.dtype == tf.variant
     ]
-    ends = [end for end in ends if not any(made < end <= used for made, used in lists)]
-    if count > len(ends):
+    allowed = sorted(end for end in ends if not any(made < end <= used for made, used in lists))
+    if count > len(allowed):
         raise ValueError(
             "`xla_segments` must be at most the number of gradients that XLA can return one after "
-            f"another. Received: xla_segments={count} and {len(ends)} such gradients. Pass "
+            f"another. Received: xla_segments={count} and {len(allowed)} such gradients. Pass "
             "xla_segments=1."
         )
-    inner = [ends[len(ends) * part // count - 1] for part in range(1, count)]
+    inner = [allowed[len(allowed) * part // count - 1] for part in range(1, count)]
     return [0, *inner, len(operations)]
 
 
@@ -153,13 +173,15 @@ def _run_part(
     graph: Any, operations: Sequence[Any], values: dict[str, Any], outputs: Sequence[Any]
 ) -> dict[str, Any]:
     """Returns outputs of operations by name, which one compiled function computes from values."""
-    names = {one.name for one in operations}
-    part = tf.compat.v1.GraphDef(library=graph.library, versions=graph.versions)
-    part.node.extend(node for node in graph.node if node.name in names)
+    whole, names = graph.as_graph_def(), {one.name for one in operations}
+    part = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+    part.node.extend(node for node in whole.node if node.name in names)
     for node in part.node:
         # Functions that use the same variables run in order, without control inputs of other parts.
         node.input[:] = [x for x in node.input if not x.startswith("^") or x[1:] in names]
-    used = [x.name for one in operations for x in one.inputs if x.name in values]
+        # These name operations of other parts.
+        node.attr.pop("_class", None)
+    used = [x.name for one in operations for x in one.inputs if x.op.name not in names]
     inputs = {name: values[name] for name in used}
 
     @tf.function(jit_compile=True, autograph=False)
