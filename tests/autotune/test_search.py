@@ -11,10 +11,9 @@ import pytest
 
 from tests.launch import ROOT
 from tfposeidon import policies, schemes
-from tfposeidon.autotune import search
 from tfposeidon.autotune.planner import Decision
 from tfposeidon.autotune.search import choose_plan, predict
-from tfposeidon.autotune.simulation import Simulated, Timeline
+from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication.network_profile import Link, NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.exchange.plan import DEFAULT_BUCKET_BYTES, make_plan
@@ -66,21 +65,6 @@ def test_the_plan_is_never_slower_than_uniform_plans():
             for candidate in policy.candidates(CLUSTER).values():
                 plan = make_plan(LAYERS, candidate, CLUSTER, DEFAULT_BUCKET_BYTES)
                 assert chosen.step_s <= predict(plan, links, TIMELINE).step_s
-
-
-def test_other_bucket_sizes_must_win_by_a_margin(monkeypatch):
-    """A prediction is not exact enough to prefer another size for a gain of 1 %."""
-
-    def chosen(gain):
-        def predicted(plan, *rest):
-            is_default = len(plan.buckets) == len(LAYERS)
-            return Simulated(step_s=1.0 if is_default else 1.0 - gain, compute_s=0.5)
-
-        monkeypatch.setattr(search, "predict", predicted)
-        return choose(links=SLOW).forecasts[0].chosen.bucket_bytes
-
-    assert chosen(0.01) == DEFAULT_BUCKET_BYTES
-    assert chosen(0.05) != DEFAULT_BUCKET_BYTES
 
 
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit", "25gbit", "400gbit"])

@@ -95,9 +95,8 @@ class Forecast(Configured):
             yield f"next best: {others[0]}, {abs(slower):.1%} {comparison}"
             if slower < 0:
                 yield (
-                    "plan retained: another must be faster by `margin`, by 2 % with other bucket "
-                    "sizes, and in the remaining steps save more than three times the time of a "
-                    "trace"
+                    "plan retained: another must be faster by `margin`, and in the remaining steps "
+                    "save more than three times the time of a trace"
                 )
         timed = {one.name: one.slowdown for one in (chosen, *others)}
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in timed.items() if slowdown != 1.0]

@@ -7,6 +7,7 @@ timed trial runs the exchanges of the best candidates on artificial gradients, w
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 import time
 from abc import abstractmethod
@@ -35,9 +36,6 @@ from tfposeidon.policies import Policy, Rules
 
 BUCKET_FACTORS = (1, 1 / 4, 1 / 16, 4, 16, 64)
 """Bucket sizes to try, as multiples of the default; the first of equally good sizes is used."""
-SIZE_MARGIN = 0.02
-"""Share by which another bucket size must shorten the predicted step. Predictions have a median
-error of 1.2 %; steps predicted to be 1 % shorter were 6 % longer (docs/results/auto.md)."""
 CLOSE_WITHIN, MOST_CLOSE = 0.10, 3
 """Relative difference of predicted steps within which plans are timed, unless the network profile
 is more uncertain, and maximum number of these plans. Predicted exchanges have a median error of 7 %
@@ -53,9 +51,7 @@ Trial = Callable[[Sequence[Plan]], Sequence[float]]
 _Plans = dict[tuple[str, int], Plan]
 """Different plans by the name of the candidate and the bucket size, beginning with the default."""
 
-
-def _handicapped_s(one: Prediction) -> float:
-    return one.step_s * (1 if one.bucket_bytes == DEFAULT_BUCKET_BYTES else 1 + SIZE_MARGIN)
+_step_s = operator.attrgetter("step_s")
 
 
 class Tunable(Policy):
@@ -166,8 +162,8 @@ def _forecast(
         slowdowns = _slowdowns(plans, predictions, links, trial)
         predictions = _predicted(plans, links, timeline, slowdowns)
     # Use the first candidate, with its best bucket size, unless another wins by the margin.
-    of_first = (one for one in predictions if one.name == predictions[0].name)
-    default, best = (min(ones, key=_handicapped_s) for ones in (of_first, predictions))
+    default = min((one for one in predictions if one.name == predictions[0].name), key=_step_s)
+    best = min(predictions, key=_step_s)
     margin = max((part.margin for part in parts), default=0.0)
     return Forecast(
         chosen=best if best.step_s <= (1 - margin) * default.step_s else default,
@@ -201,9 +197,9 @@ def _slowdowns(
 ) -> dict[str, float]:
     """Returns the ratio of timed to predicted seconds, by candidate; empty without a trial."""
     best: dict[str, Prediction] = {}
-    for one in sorted(predictions, key=_handicapped_s):
+    for one in sorted(predictions, key=_step_s):
         best.setdefault(one.name, one)
-    limit_s = (1 + max(CLOSE_WITHIN, links.uncertainty)) * min(one.step_s for one in predictions)
+    limit_s = (1 + max(CLOSE_WITHIN, links.uncertainty)) * min(map(_step_s, predictions))
     close = [name for name, one in best.items() if one.step_s <= limit_s][:MOST_CLOSE]
     names = dict.fromkeys((*close, predictions[0].name))
     timed = [plans[name, best[name].bucket_bytes] for name in names]
