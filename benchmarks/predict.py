@@ -94,7 +94,7 @@ def predicted(system, size, topology, links, burst_s=0.0):
     if not scheme.loads_evenly:
         times = [alone_in_the_lab(time, topology.size) for time in times]
     free_s = sum(min(burst_s, time.load_s) for time in times if time.crosses_nodes)
-    return simulation.simulate([times], [0.0], 0.0, links.collective_s).step_s - free_s
+    return simulation.simulate([times], [0.0], 0.0, links.collective_s) - free_s
 
 
 def alone_in_the_lab(time, ranks):

@@ -90,7 +90,7 @@ def predicted_step(cell, system, links):
         round(bucket_bytes),
     )
     timeline = Timeline(ready_s=ready_s, compute_s=compute_s)
-    return search.predict(plan, links, timeline).step_s
+    return search.predict(plan, links, timeline)
 
 
 def links_of(rows, cell):

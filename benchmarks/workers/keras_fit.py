@@ -144,8 +144,9 @@ def fit(task, system, model, wire):
     """Trains a compiled model, and records times and bytes of its steps."""
     plans_again = is_auto(system)
     per_epoch = max(task.warm_up + task.steps, STEPS_OF_AUTO if plans_again else 0)
-    # `auto` decides before the second epoch, or before the third if schemes have state.
-    last_epoch = 2 if system == "auto:topk" else 1 if plans_again else 0
+    # `auto` compares plans in the second and third epoch, and retains one of them. If schemes have
+    # state, each change takes another epoch.
+    last_epoch = 6 if system == "auto:topk" else 3 if plans_again else 0
     timer = StepTimer(wire, per_epoch - task.steps, last_epoch)
     batch = model.inputs[0].shape[0]
     data = np.ones((batch * per_epoch, 1), "float32")

@@ -77,7 +77,7 @@ def _step(phase, model, topology, links):
     )
     policy = policies.parse(phase.scheme)
     plan = choose_plan(descriptions, policy, topology, links, timeline=timeline)
-    return _Step(plan, predict(plan, links, timeline).step_s, compute_s)
+    return _Step(plan, predict(plan, links, timeline), compute_s)
 
 
 def _count(phase, topology):

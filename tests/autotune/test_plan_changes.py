@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 
 import keras
 import numpy as np
@@ -96,19 +97,22 @@ def test_the_exposed_time_of_untimed_steps_is_refused(wire):
             _ = optimizer.exposed_s
 
 
+SPARSE = tp.schemes.TopK(density=0.9, min_elements=0)
 TURNING = []
-"""Candidates of `Turning`."""
+"""Scheme that `Turning` chooses."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turning(Tunable):
-    """Policy with the candidates in `TURNING`, which the tests replace."""
+    """Policy that chooses the scheme in `TURNING`, which the tests replace."""
+
+    margin: float = 1.0
 
     def choose(self, description, topology):
         return tp.policies.Choice(TURNING[0], "turning")
 
     def candidates(self, topology):
-        return {str(scheme): tp.policies.Uniform(scheme) for scheme in TURNING}
+        return {str(scheme): tp.policies.Uniform(scheme) for scheme in [*TURNING, SPARSE]}
 
     @property
     def planner(self):
@@ -137,7 +141,7 @@ def _compiled(model, **options):
 @contextlib.contextmanager
 def _turning(wire):
     """Makes plans change from a sparse scheme to a faster dense scheme."""
-    TURNING[:] = [tp.schemes.TopK(density=0.9, min_elements=0)]
+    TURNING[:] = [SPARSE]
     known = ideal(wire, bytes_per_s=1e8)
     with planning(LEAST_GAIN=0.0), links(known), LogLines() as lines:
         yield lines
@@ -179,6 +183,55 @@ def test_a_change_of_plan_loses_no_residuals(wire):
         _fit(model, end, wire)
     changed = [line for line in lines if "updated from measured times" in line]
     assert bool(changed) == (wire.topology.rank == 0), lines
+    _check_turned(model, expected, wire)
+
+
+class Sleeping:
+    """Scheme whose exchange sleeps in each bucket, which no prediction includes."""
+
+    def exchange(self, *arguments):
+        means, state = super().exchange(*arguments)
+
+        def sleep(values):
+            time.sleep(0.02)
+            return values
+
+        slept = tf.numpy_function(sleep, [means], means.dtype)
+        return tf.ensure_shape(slept, means.shape), state
+
+
+@dataclasses.dataclass(frozen=True)
+class SleepingAllToAll(Sleeping, tp.schemes.AllToAll):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class SleepingTopK(Sleeping, tp.schemes.TopK):
+    pass
+
+
+SLEEPING = [SleepingAllToAll(), SleepingTopK(density=0.9, min_elements=0)]
+
+
+@pytest.mark.parametrize(
+    ("slower", "is_updated", "watches"),
+    [(0, True, False), (0, False, True), (1, True, True), (1, False, False)],
+)
+def test_the_plan_with_shorter_steps_is_used(slower, is_updated, watches, wire):
+    """After an update, both plans run in turn, and no residual is lost."""
+    begin, end = _turning_data(2), _turning_data(9 if watches else 60)
+    epochs = 12 if watches else 1
+    model = _compiled(parallel_layers())
+    expected = _trained_alone(model, begin, *[end] * epochs)
+    first, second = [SLEEPING[slower], tp.schemes.AllReduce()][:: -1 if is_updated else 1]
+    with _turning(wire) as lines, planning(TURN_S=0.0, PAIRS=2):
+        TURNING[:] = [first]
+        _fit(model, begin, wire)
+        TURNING[:] = [second]
+        _fit(model, end, wire, epochs=epochs, callbacks=[Watching()] if watches else [])
+    compared = [line for line in lines if "timed steps are" in line]
+    assert len(compared) == (wire.topology.rank == 0), lines
+    assert "timed steps are" in str(model.optimizer.plan)
     _check_turned(model, expected, wire)
 
 

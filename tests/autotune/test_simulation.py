@@ -56,11 +56,11 @@ def test_a_step_is_bounded_by_its_parts_and_their_sum(seed):
     found = simulate(chains, ready, compute, CYCLE_S)
     stages = list(itertools.chain(*chains))
     transfers = [s for s in stages if s.operation is not None]
-    assert found.step_s >= compute
-    assert found.step_s >= sum(s.load_s for s in transfers)
-    assert found.step_s >= sum(s.load_s for s in stages if s.operation is None)
+    assert found >= compute
+    assert found >= sum(s.load_s for s in transfers)
+    assert found >= sum(s.load_s for s in stages if s.operation is None)
     whole = _seconds(stages) + CYCLE_S * len(transfers)
-    assert found.step_s <= compute + whole + 1e-9
+    assert found <= compute + whole + 1e-9
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -68,26 +68,26 @@ def test_a_free_exchange_takes_only_the_computation(seed):
     chains = [[StageTime(operation="all_to_all")] * 3 for _ in _random_chains(seed)]
     ready = [0.1 * i for i in range(len(chains))]
     found = simulate(chains, ready, 5.0, 0.0)
-    assert (found.step_s, found.exposed_s, found.efficiency) == (5.0, 0.0, 1.0)
+    assert found == 5.0
 
 
 def test_an_exchange_after_the_computation_adds_its_whole_time():
     chain = [_scatter(0.03), _work(0.02), _scatter(0.01)]
     found = simulate([chain], [1.0], 1.0, CYCLE_S)
-    assert found.step_s == pytest.approx(1.0 + _seconds(chain) + 2 * CYCLE_S)
+    assert found == pytest.approx(1.0 + _seconds(chain) + 2 * CYCLE_S)
 
 
 def test_all_reduces_of_a_cycle_are_fused_and_others_are_not():
     rings = simulate([[_ring(0.01)], [_ring(0.01)]], [0.0, 0.0], 0.0, CYCLE_S)
-    assert rings.step_s == pytest.approx(CYCLE_S + 0.002 + 0.02)
+    assert rings == pytest.approx(CYCLE_S + 0.002 + 0.02)
     scatters = simulate([[_scatter(0.01)], [_scatter(0.01)]], [0.0, 0.0], 0.0, CYCLE_S)
     # Both scatters share one negotiation, but each has its own latency.
-    assert scatters.step_s == pytest.approx(CYCLE_S + 2 * 0.002 + 0.02)
+    assert scatters == pytest.approx(CYCLE_S + 2 * 0.002 + 0.02)
     large = [[_ring(0.01, size_bytes=0.6 * FUSION_BYTES)]] * 2
-    assert simulate(large, [0.0, 0.0], 0.0, CYCLE_S).step_s == pytest.approx(scatters.step_s)
+    assert simulate(large, [0.0, 0.0], 0.0, CYCLE_S) == pytest.approx(scatters)
     small = [[_ring(0.01, size_bytes=600)]] * 2
     one_by_one = simulate(small, [0.0, 0.0], 0.0, CYCLE_S, fusion_bytes=1000)
-    assert one_by_one.step_s == pytest.approx(scatters.step_s)
+    assert one_by_one == pytest.approx(scatters)
 
 
 def test_horovods_environment_variable_limits_fusion():
@@ -102,12 +102,12 @@ def test_small_all_to_alls_cost_more_than_one_ring():
     many = [[_ring(0.0001)] for _ in range(50)]
     store = [[_scatter(0.00005), _scatter(0.00005)] for _ in range(50)]
     ready = [0.0] * 50
-    assert simulate(many, ready, 0.0, 0.003).step_s < simulate(store, ready, 0.0, 0.003).step_s / 5
+    assert simulate(many, ready, 0.0, 0.003) < simulate(store, ready, 0.0, 0.003) / 5
 
 
 def test_local_work_overlaps_collectives_and_shares_the_processor():
     chains = [[_work(0.1)], [_work(0.1)], [_scatter(0.15, latency_s=0.0)]]
-    assert simulate(chains, [0.0] * 3, 0.0, 0.0).step_s == pytest.approx(0.2)
+    assert simulate(chains, [0.0] * 3, 0.0, 0.0) == pytest.approx(0.2)
 
 
 def test_an_even_timeline_has_the_last_variable_first():

@@ -49,7 +49,7 @@ def planning(**constants):
 def exchange_seconds(scheme, length, itemsize, structures, topology, links):
     """Predicts the seconds of a single exchange, until its end on the last rank."""
     times = stage_times(scheme, length, itemsize, tuple(structures), topology, links)
-    return simulate([times], [0.0], 0.0, links.collective_s).step_s
+    return simulate([times], [0.0], 0.0, links.collective_s)
 
 
 def given(wire, rate, **options):

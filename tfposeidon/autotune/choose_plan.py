@@ -6,6 +6,7 @@ exceed a multiple of the time for tracing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
+from tfposeidon.autotune.comparison import LEAST_LEFT, PAIRS, TURN_S, Comparison
 from tfposeidon.autotune.search import CLOSE_WITHIN
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.checks import require_equal
@@ -22,7 +24,7 @@ from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
 from tfposeidon.exchange.scheme_states import SchemeStates
-from tfposeidon.gradients import Description, GradientReader
+from tfposeidon.gradients import Description, GradientReader, of_tensorflow
 from tfposeidon.training import session
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 5
@@ -119,8 +121,8 @@ class ChoosePlan(keras.callbacks.Callback):
 
     All ranks choose after the same batch. Before a plan changes, one step sends the residuals. If
     epochs may end early, plans change only between epochs. The residuals are then sent in the step
-    that is the last one if the epoch has the length of the previous epoch. On GPUs, ops are queued
-    and cannot be timed, so the first plan is retained.
+    that is the last one if the epoch has the length of the previous epoch. If enough steps are
+    left, steps with the previous and the updated plan then run in turn, and the faster one is used.
     """
 
     def __init__(self) -> None:
@@ -131,6 +133,7 @@ class ChoosePlan(keras.callbacks.Callback):
         # gradients once every `_calls` steps.
         self._steps, self._trace_s = 0, LEAST_TRACE_S
         self._optimizers: list[Any] = []
+        self._comparison: Comparison | None = None
 
     @property
     def _plans(self) -> list[Any]:
@@ -157,24 +160,36 @@ class ChoosePlan(keras.callbacks.Callback):
         self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
         for times in self._step_times():
             times.pause()
+        self._check_comparison()
         # A change of an earlier `fit` or run may be pending.
-        self._is_changing = any(plans.planner.proposed for plans in self._plans)
+        self._is_changing = bool(self._is_changing and self._comparison) or self._has_proposal
         # A schedule may make plans tunable in a later epoch.
         if not self._is_changing and len(self._timed) < len(self._undecided):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
-            self._continue()
+            if self._comparison and not self._is_changing:
+                self._end_turn(self._comparison)
+            else:
+                self._continue()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if not self._steps:
+        if not self._steps or self._comparison:
             # Exclude skipped batches and callbacks from the time for tracing the first step.
             self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches, is_timing = batch + 1, bool(self._timed)
-        if self._session.was_skipped or not (is_timing or self._is_changing):
+        self._check_comparison()
+        comparison = None if self._is_changing else self._comparison
+        if self._session.was_skipped or not (is_timing or self._is_changing or comparison):
+            return
+        if comparison:
+            # Wait for the GPU, on which ops are only queued.
+            tf.reshape(of_tensorflow(self.model.trainable_variables[-1]), [-1])[:1].numpy()
+            if comparison.add(time.perf_counter() - self._begin_s):
+                self._end_turn(comparison)
             return
         self._steps += 1
         if self._steps == 1:
@@ -189,20 +204,15 @@ class ChoosePlan(keras.callbacks.Callback):
     def _watch(self) -> None:
         """Starts timing steps if measured times can change plans."""
         tunable = [one for one in self._undecided if one.planner.is_tunable]
-        on_gpu = bool(tf.config.list_physical_devices("GPU"))
-        own = [len(tunable), on_gpu, runtime.network_profile() is None]
+        own = [len(tunable), runtime.network_profile() is None]
         ranks = exchange_objects(own, runtime.wire(), "tp.choose_plan.begin")
-        numbers, on_gpus, measures = zip(*ranks, strict=True)
+        numbers, measures = zip(*ranks, strict=True)
         require_equal(
             numbers,
             "All ranks must choose plans by the network, or none",
-            "Pass the same `network` to tp.init on all ranks, give each a GPU or none, and enable "
-            "op determinism on all or none.",
+            "Pass the same `network` to tp.init on all ranks, and enable op determinism on all or "
+            "none.",
         )
-        # All ranks must take the same branch, even if some of them have no GPU.
-        if any(on_gpus):
-            self._apply()
-            return
         # If epochs may end early, plans change only between epochs, so timing the last epoch is
         # useless. For a single epoch, a timed trial of exchanges chooses the plan instead.
         is_last = self._session.watches_absence and self.params.get("epochs", 1) <= self._epoch + 1
@@ -222,8 +232,28 @@ class ChoosePlan(keras.callbacks.Callback):
         exchangers = [e for one in self._optimizers for e in one.exchange.exchangers]
         return [e.observer for e in exchangers if isinstance(e.observer, StepTimes)]
 
+    @property
+    def _has_proposal(self) -> bool:
+        return any(one.planner.proposed for one in self._plans)
+
+    def _check_comparison(self) -> None:
+        if self._comparison and not self._comparison.is_valid:
+            # The step has been traced again for another reason.
+            self._comparison, self._is_changing = None, self._has_proposal
+
+    def _end_turn(self, comparison: Comparison) -> None:
+        """Continues a comparison with the other plan, or ends it with the faster plan."""
+        self._is_changing = not comparison.is_complete or comparison.ends_with_waiting()
+        if self._is_changing:
+            self._continue()
+            return
+        # The previous plan is faster; its function still contains clock ops.
+        self._comparison = None
+        if CLOCKS_S * self._left / self._calls > LEAST_GAIN * self._trace_s:
+            self._session.retrace()
+
     def _continue(self) -> None:
-        """Chooses plans if steps were timed, and applies them if all residuals have been sent."""
+        """Chooses plans if steps were timed, and changes them if all residuals have been sent."""
         if self._timed:
             self._decide()
         if not self._is_changing:
@@ -233,19 +263,37 @@ class ChoosePlan(keras.callbacks.Callback):
         # If epochs may end early, plans cannot change within them, because a rank without data can
         # join only the exchange that it has traced.
         if not (watches and self._batches) and not unsent:
-            self._apply()
-            self._session.retrace()
+            self._change()
         elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
             for states in unsent:
                 states.flush()
 
+    def _change(self) -> None:
+        """Applies proposed plans, or continues a comparison with the other plan."""
+        comparison = self._comparison
+        if comparison and comparison.has_begun:
+            comparison.switch()
+            self._is_changing = False
+            if comparison.is_complete:
+                self._comparison = None
+                return
+        else:
+            self._apply()
+            self._session.retrace()
+        if comparison:
+            comparison.begin_turn()
+
+    @property
+    def _left(self) -> int:
+        """Number of remaining steps on this rank."""
+        # Assume that an epoch of unknown length is as long as the previous one.
+        steps = self.params.get("steps") or self._batches_before
+        return steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
+
     def _decide(self) -> None:
         timed = self._timed
         own = [[e.observer.measured for e in plans.agreed_exchangers] for plans in timed]
-        # Assume that an epoch of unknown length is as long as the previous one.
-        steps = self.params.get("steps") or self._batches_before
-        left = steps * (self.params.get("epochs", 1) - self._epoch) - self._batches
-        updates_now, in_epoch = left / self._calls, self._batches_before / self._calls
+        updates_now, in_epoch = self._left / self._calls, self._batches_before / self._calls
         mine = [own if self._steps >= self._end else None, self._trace_s, updates_now, in_epoch]
         everybody = exchange_objects(mine, runtime.wire(), "tp.choose_plan")
         # Ranks may have executed different numbers of steps, and must make the same decision.
@@ -256,9 +304,11 @@ class ChoosePlan(keras.callbacks.Callback):
         saved_s, least_s, updates = 0.0, LEAST_GAIN * max(traces_s), min(lefts)
         # Time close plans only if their difference may save enough time to justify a change.
         shortest_s = least_s / CLOSE_WITHIN / max(1.0, updates)
+        step_s = 0.0
         for plans, *found in zip(timed, *ranks, strict=True):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
+            step_s = max([step_s, *(one.step_s for one in measured if one)])
         if self._session.watches_absence and self._unsent:
             # The plan changes only after another epoch.
             updates -= max(before)
@@ -273,6 +323,19 @@ class ChoosePlan(keras.callbacks.Callback):
                 "%.3g ms shorter.",
                 1e3 * saved_s,
             )
+            self._compare(step_s, updates, max(before))
+
+    def _compare(self, step_s: float, updates: float, in_epoch: float) -> None:
+        """Prepares a comparison of the plan in use with the proposal, if enough steps are left."""
+        # If plans change only between epochs, each plan has a single turn.
+        turns, executions, length = 2, None, in_epoch
+        if not self._session.watches_absence:
+            per_execution = self.model.steps_per_execution
+            turn = max(1, math.ceil(TURN_S / max(step_s, CLOCKS_S) / per_execution))
+            turns, executions, length = 2 * PAIRS, self._calls * turn, per_execution * turn
+        if LEAST_LEFT * turns * length <= updates:
+            untimed = UNTIMED_STEPS * self._calls
+            self._comparison = Comparison(self._session, self._plans, turns, executions, untimed)
 
     def _apply(self) -> None:
         self._is_changing = False
@@ -283,4 +346,6 @@ class ChoosePlan(keras.callbacks.Callback):
     def _unsent(self) -> list[SchemeStates]:
         """Scheme states of changing plans that contain unsent residuals."""
         changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
+        if self._comparison and self._comparison.has_begun:
+            changing = self._comparison.changing()
         return [one.states for one in changing if not one.states.has_flushed]

@@ -6,15 +6,12 @@ latencies by least squares. Long probes, minus latencies, determine bandwidths a
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
-import gc
-import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,12 +26,9 @@ from tfposeidon.communication.wire import Wire, exchange_objects
 from tfposeidon.exchange.observer import time_after
 from tfposeidon.schemes.stages import Operation, Transfer
 
-MOST_ROUNDS, GROWING_ROUNDS, FEWEST_ROUNDS = 15, 3, 2
-"""Maximum number of rounds, number of rounds that may enlarge vectors, and minimum number of
-measured times from which the variation of a probe is estimated."""
-BUDGET_S, LATEST_S = 1.2, 3.0
-"""Time limits in seconds from the first round, for starting another round. The second limit applies
-while the variation of a probe is unknown, as on slow machines."""
+MOST_ROUNDS, GROWING_ROUNDS, BUDGET_S = 15, 3, 0.8
+"""Maximum number of rounds, number of untimed rounds that enlarge vectors, and seconds after which
+no third timed round starts."""
 SHORT_ROUNDS = 4
 """Number of times that a round repeats short probes, whose times are shorter and vary more."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
@@ -121,60 +115,35 @@ def _probe(name: str, operation: Operation, kind: str, topology: Topology, lengt
     return Probe(name=name, operation=operation, groups=groups, length=length)
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Disables the garbage collector, because a collection would count as network time.
-
-    >>> with without_collections():
-    ...     gc.isenabled()
-    False
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@without_collections()
 def measure(wire: Wire) -> NetworkProfile:
     """Measures the network profile of a job, equal on all ranks, which must all call this.
 
     The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
-    topology = wire.topology
+    topology, begin_s = wire.topology, time.perf_counter()
     run = _Round(wire)
     samples: Samples = defaultdict(list)
     for number in range(MOST_ROUNDS):
-        # The first round traces graphs and connects ranks. Its times only serve to enlarge vectors.
-        if number < 2:
+        if number == GROWING_ROUNDS:
             begin_s = time.perf_counter()
         mine = [run(), time.perf_counter() - begin_s]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
         slowest = np.max([own for own, _ in everybody], axis=0).tolist()
-        if number:
-            for name, seconds in zip(run.names, slowest, strict=True):
-                samples[name].append(seconds)
-            # The variation of a probe is unknown after one round with its current length.
-            is_known = min(map(len, samples.values())) >= FEWEST_ROUNDS
-            # Use rank 0's clock, so that all ranks stop at the same round.
-            if everybody[0][1] > (BUDGET_S if is_known else LATEST_S):
-                break
+        # The first round also traces graphs and connects ranks.
         if number < GROWING_ROUNDS:
-            run.enlarge(slowest, samples)
+            run.enlarge(slowest)
+            continue
+        for name, seconds in zip(run.names, slowest, strict=True):
+            samples[name].append(seconds)
+        # Use rank 0's clock, so that all ranks stop at the same round.
+        if number > GROWING_ROUNDS and everybody[0][1] > BUDGET_S:
+            break
     work = {kind: quantile(samples[kind]) for kind in WORK}
     rates = rates_of(work, ELEMENTS, PAIRS, (ROWS, SIDE))
     links = estimate_links(run.probes, samples, topology, rates)
-    share = rounded(topology.node.size / len(os.sched_getaffinity(0)))
-    own = replace(links, ranks_per_core=share, hosts=hosts_of(wire)).to_json()
+    own = replace(links, hosts=hosts_of(wire)).to_json()
     # All ranks need bit-equal profiles to make equal plans, even if their processors differ.
-    profiles = [
-        NetworkProfile.from_json(text, f"rank {rank}")
-        for rank, text in enumerate(exchange_objects(own, wire, "tp.links.agreed"))
-    ]
-    return replace(profiles[0], ranks_per_core=max(one.ranks_per_core for one in profiles))
+    return NetworkProfile.from_json(exchange_objects(own, wire, "tp.links.agreed")[0], "rank 0")
 
 
 def hosts_of(wire: Wire) -> tuple[str, ...]:
@@ -200,8 +169,8 @@ class _Round:
         lengths = tf.constant([probe.length for probe in self.probes], tf.int32)
         return self._function(lengths, self._vector)[0].numpy().tolist()
 
-    def enlarge(self, times: Sequence[float], samples: Samples) -> None:
-        """Enlarges the vectors of probes that are too fast, and discards their earlier samples."""
+    def enlarge(self, times: Sequence[float]) -> None:
+        """Enlarges the vectors of probes that are too fast."""
         least_s: dict[str, float] = {}
         for name, seconds in zip(self.names, times, strict=True):
             least_s[name] = min(seconds, least_s.get(name, seconds))
@@ -212,7 +181,6 @@ class _Round:
                 factor = min(8.0, max(2.0, LONG_ENOUGH_S / bytes_s))
                 length = min(MOST_ELEMENTS, round(factor * probe.length))
                 self.probes[index] = replace(probe, length=length)
-                samples.pop(probe.name, None)
 
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         # Return all results, because TensorFlow prunes ops that only control dependencies use.
@@ -361,9 +329,7 @@ def quantile(values: Sequence[float]) -> float:
 
 
 def _uncertainty(values: Sequence[float]) -> float:
-    """Returns the approximate relative standard error of the quartile; 1 if it is unknown."""
-    if len(values) < FEWEST_ROUNDS:
-        return 1.0
+    """Returns the approximate relative standard error of the quartile."""
     # Ignore the slower half, which may include lost packets: TCP sends them again after 0.2 s.
     low, middle = np.percentile(values, [QUANTILE, 50])
     return float(2.0 * (middle - low) / middle / len(values) ** 0.5)

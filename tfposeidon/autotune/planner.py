@@ -7,7 +7,7 @@ The network profile is measured, passed by the user or read from a snapshot. The
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,13 @@ from tfposeidon import checks
 from tfposeidon.autotune import measurement
 from tfposeidon.autotune.choose_plan import ChoosePlan, Measured, StepTimes
 from tfposeidon.autotune.forecast import Forecast, forecasts_of
-from tfposeidon.autotune.search import Tunable, choose_plan, timed_exchanges
+from tfposeidon.autotune.search import (
+    Tunable,
+    candidates_of,
+    choose_plan,
+    plan_of,
+    timed_exchanges,
+)
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.communication import runtime
 from tfposeidon.communication.network_profile import NetworkProfile
@@ -29,7 +35,7 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.exchange.agreed_plan import AgreedPlans, Planner
 from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.observer import Observer
-from tfposeidon.exchange.plan import Plan, make_plan
+from tfposeidon.exchange.plan import Plan
 from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.policies import POLICIES, Choice, Policy, Uniform
 from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2D
@@ -38,38 +44,15 @@ WRONG_BY = 0.25
 """Relative error of a predicted step time above which the planner logs both times: the 90th
 percentile of the errors of predicted exchanges is 24 % (docs/results/planning.md)."""
 
+COMPARED = {
+    "policy": "`scheme`",
+    "bucket_bytes": "`bucket_bytes`",
+    "nodes": "the layout of ranks",
+    "links": "the network profile",
+}
+"""Values of a snapshot that must equal those of the job; otherwise plans are computed again."""
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
-
-
-@dataclass(frozen=True)
-class Decision(Policy):
-    """Assigns the chosen scheme to each variable, by path; snapshots contain decisions."""
-
-    choices: Mapping[str, Choice]
-    bucket_bytes: int | None
-    forecasts: tuple[Forecast, ...]
-
-    @classmethod
-    def of(cls, plan: Plan, bucket_bytes: int | None) -> Decision:
-        """Returns the decision of a plan; `bucket_bytes` applies if the plan has no forecast."""
-        choices = {
-            description.path: choice
-            for bucket in plan.buckets
-            for description, choice in zip(bucket.descriptions, bucket.choices, strict=True)
-        }
-        forecasts = tuple(forecasts_of(plan))
-        size = forecasts[0].chosen.bucket_bytes if forecasts else bucket_bytes
-        return cls(choices, size, forecasts)
-
-    @override
-    def choose(self, description: Description, topology: Topology) -> Choice:
-        return self.choices[description.path]
-
-    @property
-    @override
-    def keeps_state(self) -> bool:
-        return any(Uniform(one.scheme).keeps_state for one in self.choices.values())
 
 
 class AutoPlanner(Planner):
@@ -86,8 +69,8 @@ class AutoPlanner(Planner):
     ) -> None:
         super().__init__(policy, bucket_bytes, wire)
         # The paths of a list of variables identify the list in snapshots.
-        self._decisions: dict[frozenset[str], Decision] = {}
-        self.proposed: dict[frozenset[str], Decision] = {}
+        self._decisions: dict[frozenset[str], Forecast] = {}
+        self.proposed: dict[frozenset[str], Forecast] = {}
         self.is_watching = self.has_decided = False
 
     @property
@@ -107,10 +90,12 @@ class AutoPlanner(Planner):
         decision = self._decisions.get(frozenset(one.path for one in descriptions))
         if decision is None:
             return self._choose(descriptions, timed=timed)
-        notes = [*self._notes(), *self.policy.notes(descriptions)]
-        topology, size = self._wire().topology, decision.bucket_bytes
-        plan = make_plan(descriptions, decision, topology, size, notes)
-        return replace(plan, forecasts=decision.forecasts)
+        candidate, topology = self._candidates[decision.chosen.name], self._wire().topology
+        return plan_of(decision, descriptions, candidate, topology, self._notes())
+
+    @property
+    def _candidates(self) -> dict[str, Policy]:
+        return candidates_of(self.policy, self._wire().topology)
 
     def measure_network(self) -> None:
         """Measures the network profile if it is needed and unknown; all ranks must call this."""
@@ -188,7 +173,7 @@ class AutoPlanner(Planner):
                 exchanger.plan = replace(plan, forecasts=(replace(forecast, chosen=before),))
                 # Within the margin the default is chosen, although the plan in use may be faster.
                 if forecast.chosen.step_s <= before.step_s:
-                    self.proposed[frozenset(plan.paths)] = Decision.of(best, self.bucket_bytes)
+                    self.proposed[frozenset(plan.paths)] = forecast
                     saved_s += before.step_s - forecast.chosen.step_s
         return saved_s
 
@@ -217,11 +202,11 @@ class AutoPlanner(Planner):
         return {
             "policy": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
-            "nodes": self._wire().topology.nodes,
+            "nodes": [list(node) for node in self._wire().topology.nodes],
             "links": links and links.to_json(),
             "has_decided": self.has_decided,
-            "plans": serialize([Decision.of(plan, self.bucket_bytes) for plan in plans]),
-            "proposed": serialize([*self.proposed.values()]),
+            "plans": serialize([[plan.paths, forecasts_of(plan)] for plan in plans]),
+            "proposed": serialize([[[*paths], [one]] for paths, one in self.proposed.items()]),
         }
 
     @override
@@ -231,30 +216,33 @@ class AutoPlanner(Planner):
         if not self.is_tunable or saved["links"] is None:
             return False
         wire, links = self._wire(), NetworkProfile.from_json(saved["links"], "the snapshot")
-        settings = [repr(self.policy), self.bucket_bytes]
-        is_same = settings == [saved["policy"], saved["bucket_bytes"]]
-        has_nodes = saved["nodes"] == [list(node) for node in wire.topology.nodes]
-        if has_nodes and runtime.measures_network() and links.hosts == measurement.hosts_of(wire):
+        own = self.to_dict([])
+        is_same_layout = own["nodes"] == saved["nodes"] and runtime.measures_network()
+        if is_same_layout and links.hosts == measurement.hosts_of(wire):
             runtime.set_network_profile(links, measures=True)
-        differs = {
-            "`scheme` or `bucket_bytes` differs": not is_same,
-            "the layout of ranks differs": not has_nodes,
-            "the network profile differs": runtime.network_profile() != links,
-        }
+            own["links"] = saved["links"]
+        differing = [name for key, name in COMPARED.items() if own[key] != saved[key]]
         deserialize = keras.saving.deserialize_keras_object
         decisions, self.proposed = (
-            {frozenset(one.choices): one for one in deserialize(saved[key])}
+            {frozenset(paths): one for paths, found in deserialize(saved[key]) for one in found}
             for key in ("plans", "proposed")
         )
-        if why := next((reason for reason, holds in differs.items() if holds), ""):
+        if differing:
             # Retain schemes with saved residuals, which only these schemes can send.
-            decisions = {p: one for p, one in decisions.items() if is_same and one.keeps_state}
+            is_same = not {"`scheme`", "`bucket_bytes`"} & {*differing}
+            candidates = self._candidates if is_same else {}
+            stateful = {name for name, policy in candidates.items() if policy.keeps_state}
+            decisions = {p: one for p, one in decisions.items() if one.chosen.name in stateful}
             self.proposed = {}
-            what = "are computed again"
-            if decisions:
-                what = "with residuals are retained until steps are timed"
-            runtime.log_once("tfposeidon: %s from the snapshot; the plans %s.", why, what)
-        self._decisions, self.has_decided = decisions, not why and saved["has_decided"]
+            what = (
+                "with residuals are retained until steps are timed"
+                if decisions
+                else "are computed again"
+            )
+            runtime.log_once(
+                "tfposeidon: %s differs from the snapshot; the plans %s.", differing[0], what
+            )
+        self._decisions, self.has_decided = decisions, not differing and saved["has_decided"]
         return bool(decisions)
 
 
@@ -349,10 +337,9 @@ class Auto(Tunable):
 
 
 @dataclass(frozen=True)
-class Considered(Policy):
+class Considered(Uniform):
     """Candidate of `Auto`: a scheme, or a choice by batch rows between factors and this scheme."""
 
-    scheme: Scheme
     structured: Policy | None = None
 
     def __str__(self) -> str:

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import itertools
 import operator
-import statistics
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import tensorflow as tf
 
 from tfposeidon.autotune.forecast import Forecast, Prediction
-from tfposeidon.autotune.measurement import without_collections
-from tfposeidon.autotune.simulation import (
-    Simulated,
-    Timeline,
-    fusion_bytes_of,
-    simulate,
-    stage_times,
-)
+from tfposeidon.autotune.simulation import Timeline, fusion_bytes_of, simulate, stage_times
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, Zeros, exchange_objects
@@ -40,10 +32,8 @@ CLOSE_WITHIN, MOST_CLOSE = 0.10, 3
 """Relative difference of predicted steps within which plans are timed, unless the network profile
 is more uncertain, and maximum number of these plans. Predicted exchanges have a median error of 7 %
 (docs/results/planning.md)."""
-LONGEST_TRIAL_S = 6.0
-"""Maximum predicted seconds of a trial with three exchanges of each plan."""
-ROUNDS, BUDGET_S = 7, 2.0
-"""Maximum number of timed rounds, and seconds after which no further round starts."""
+ROUNDS, LONGEST_TRIAL_S = 5, 6.0
+"""Number of timed exchanges of each plan, and maximum predicted seconds of a trial."""
 
 Trial = Callable[[Sequence[Plan]], Sequence[float]]
 """Function that returns the seconds of each plan's exchanges, the same on every rank."""
@@ -126,11 +116,21 @@ def choose_plan(
         if all(plan.buckets != other.buckets for other in plans.values()):
             plans[name, size] = plan
     forecast = _forecast(plans, _tunable_parts(policy), links, timeline, trial)
-    chosen = forecast.chosen
+    return plan_of(forecast, descriptions, known[forecast.chosen.name], topology, notes)
+
+
+def plan_of(
+    forecast: Forecast,
+    descriptions: Sequence[Description],
+    candidate: Policy,
+    topology: Topology,
+    notes: Sequence[str],
+) -> Plan:
+    """Makes the plan of a forecast, which has chosen this candidate."""
     # Clear the sizes of structures (not of buckets) in the plan, because each step selects the
     # scheme from the actual sizes.
     unsized = [d.sized(None) for d in descriptions]
-    plan = make_plan(unsized, known[chosen.name], topology, chosen.bucket_bytes, notes)
+    plan = make_plan(unsized, candidate, topology, forecast.chosen.bucket_bytes, notes)
     return replace(plan, forecasts=(forecast,))
 
 
@@ -139,13 +139,10 @@ def _known(
 ) -> dict[str, Policy]:
     """Returns the candidates with known costs; the cost of a structure depends on its size."""
     unsized = [d for d in descriptions if d.structure and not d.structure.is_sized]
-    schemes = {d: {one.choose(d, topology).scheme for one in candidates.values()} for d in unsized}
-    # Ignore structures of unknown size that all candidates send with the same scheme.
-    differing = [d for d, found in schemes.items() if len(candidates) == 1 or len(found) > 1]
     return {
         name: policy
         for name, policy in candidates.items()
-        if not any(policy.choose(d, topology).scheme.reader for d in differing)
+        if not any(policy.choose(d, topology).scheme.reader for d in unsized)
     }
 
 
@@ -185,9 +182,13 @@ def _predicted(
     of_others = max([1.0, *slowdowns.values()])
     predictions = []
     for (name, size), plan in plans.items():
-        times = predict(plan, links, timeline, slowdowns.get(name, of_others))
-        slowdown = slowdowns.get(name, 1.0)
-        found = Prediction(name=name, bucket_bytes=size, slowdown=slowdown, **asdict(times))
+        found = Prediction(
+            name=name,
+            bucket_bytes=size,
+            step_s=predict(plan, links, timeline, slowdowns.get(name, of_others)),
+            compute_s=timeline.compute_s if timeline else 0.0,
+            slowdown=slowdowns.get(name, 1.0),
+        )
         predictions.append(found)
     return predictions
 
@@ -203,9 +204,9 @@ def _slowdowns(
     close = [name for name, one in best.items() if one.step_s <= limit_s][:MOST_CLOSE]
     names = dict.fromkeys((*close, predictions[0].name))
     timed = [plans[name, best[name].bucket_bytes] for name in names]
-    alone_s = [predict(plan, links).step_s for plan in timed]
+    alone_s = [predict(plan, links) for plan in timed]
     # Skip trials of long exchanges, which are bandwidth-bound and accurately predicted.
-    if len(close) == 1 or 3 * sum(alone_s) > LONGEST_TRIAL_S:
+    if len(close) == 1 or ROUNDS * sum(alone_s) > LONGEST_TRIAL_S:
         return {}
     times = zip(names, trial(timed), alone_s, strict=True)
     return {name: took_s / only_s if only_s else 1.0 for name, took_s, only_s in times}
@@ -213,8 +214,8 @@ def _slowdowns(
 
 def predict(
     plan: Plan, links: NetworkProfile, timeline: Timeline | None = None, slowdown: float = 1.0
-) -> Simulated:
-    """Predicts the step of a plan, the same on all ranks; `slowdown` scales its exchanges."""
+) -> float:
+    """Predicts the seconds of a step, the same on all ranks; `slowdown` scales its exchanges."""
     if timeline is None:
         # Without computation, all gradients are ready at once.
         timeline = Timeline(ready_s=(0.0,) * len(plan.descriptions), compute_s=0.0)
@@ -232,7 +233,6 @@ def predict(
     return simulate(chains, ready_s, timeline.compute_s, collective_s, fusion_bytes_of())
 
 
-@without_collections()
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
     """Times exchanges of the same variables without computation; all ranks must call this.
 
@@ -244,24 +244,18 @@ def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
         values = tf.random.stateless_normal([max(d.length for d in plans[0].descriptions)], [7, 1])
         rounds = []
         for turn in range(1 + ROUNDS):
-            # The first round traces the exchanges, so its time does not count.
-            if turn < 2:
-                begin_s = time.perf_counter()
             mine = []
             for index, run in enumerate(runs):
                 # All ranks must start together, because waiting times must not be measured.
                 exchange_objects(turn, wire, f"tp.trial.{index}.{turn}")
-                run_begin_s = time.perf_counter()
+                begin_s = time.perf_counter()
                 for tensor in run(values):
                     tensor.numpy()
-                mine.append(time.perf_counter() - run_begin_s)
-            took = [time.perf_counter() - begin_s, mine]
-            everybody = exchange_objects(took, wire, f"tp.trial.{turn}")
-            rounds.append(np.max([own for _, own in everybody], axis=0).tolist())
-            # Use rank 0's clock, so that all ranks stop at the same round.
-            if turn and everybody[0][0] > BUDGET_S:
-                break
-    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+                mine.append(time.perf_counter() - begin_s)
+            rounds.append(mine)
+        slowest = np.max(exchange_objects(rounds, wire, "tp.trial"), axis=0)
+    # The first round traces the exchanges, so its time does not count.
+    return np.median(slowest[1:], axis=0).tolist()
 
 
 def _exchange_of(

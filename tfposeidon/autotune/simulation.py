@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from tfposeidon.communication.network_profile import NetworkProfile, Rates
 from tfposeidon.communication.topology import Topology
-from tfposeidon.config import Configured
 from tfposeidon.gradients import Structure
 from tfposeidon.schemes import Scheme
 from tfposeidon.schemes.stages import Operation, Transfer, Work
@@ -172,29 +171,6 @@ class Timeline:
         return cls(ready_s=tuple(min(s, compute_s) for s in ready_s), compute_s=compute_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulated(Configured):
-    """Predicted times of one training step.
-
-    Attributes:
-      step_s: Seconds of the step.
-      compute_s: Seconds of the forward and backward pass.
-    """
-
-    step_s: float
-    compute_s: float
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds of communication that computation does not hide."""
-        return self.step_s - self.compute_s
-
-    @property
-    def efficiency(self) -> float:
-        """Share of the step spent in computation; 0 for a step without computation."""
-        return self.compute_s / self.step_s if self.step_s else 0.0
-
-
 def fusion_bytes_of(environment: Mapping[str, str] = os.environ) -> int:
     """Returns the size in bytes up to which Horovod fuses the all-reduces of one cycle."""
     text = environment.get(FUSION_THRESHOLD) or str(FUSION_BYTES)
@@ -217,8 +193,8 @@ def simulate(
     compute_s: float,
     collective_s: float,
     fusion_bytes: int = FUSION_BYTES,
-) -> Simulated:
-    """Predicts one step from the stages of its buckets, whose gradients are ready at `ready_s`."""
+) -> float:
+    """Predicts the seconds of a step whose buckets have these stages and are ready at `ready_s`."""
     numbers = itertools.count()
     # A sorted list is a valid heap.
     events: list[_Event] = sorted(zip(ready_s, numbers, chains, strict=False))
@@ -241,7 +217,7 @@ def simulate(
             thread_s += took_s
             for _, _, stages in fused:
                 heapq.heappush(events, (thread_s, next(numbers), stages[1:]))
-    return Simulated(step_s=finish_s, compute_s=compute_s)
+    return finish_s
 
 
 def _executions(ready: Sequence[_Event], fusion_bytes: int) -> Iterator[tuple[float, list[_Event]]]:

@@ -134,8 +134,6 @@ class NetworkProfile(Configured):
       uncertainty: Relative standard error of the measured bandwidth between nodes, or of the
         bandwidth of one connection if that error is larger. With a single node, it is the error of
         the bandwidth within the node. 0 (default) if the values were not measured.
-      ranks_per_core: Ratio of a node's ranks to the cores that they may use, on the node with the
-        highest ratio; 0 (default) if unknown.
       hosts: Host names of the measured nodes; empty (default) if the values were not measured.
 
     Raises:
@@ -156,11 +154,10 @@ class NetworkProfile(Configured):
     across: Link | None = None
     measured_at: str = ""
     uncertainty: float = 0.0
-    ranks_per_core: float = 0.0
     hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("collective_s", "uncertainty", "ranks_per_core"):
+        for name in ("collective_s", "uncertainty"):
             checks.check_number(name, getattr(self, name), checks.NOT_NEGATIVE)
         checks.check_integer("ranks_per_node", self.ranks_per_node, 1)
         if self.node is None and self.across is None:

@@ -64,8 +64,8 @@ def init(
       network: Network profile for the plans of `scheme="auto"`, the same on all ranks: `"measure"`
         to measure it at the first step; the bandwidth between nodes in one direction with its unit,
         such as `"25gbit"`; a `tfposeidon.NetworkProfile`; the path of a file that contains one; or
-        `"unknown"`, with which `"auto"` uses all-reduce. The default is `"measure"` on CPUs, and
-        `"unknown"` on GPUs, where measuring is untested.
+        `"unknown"`, with which `"auto"` uses all-reduce. The default is `"measure"`, which is
+        untested on GPUs.
       server_rank: Rank that holds the global weights of `ElasticAveraging` and does not train, the
         same on all ranks; `None` (default) for none.
       start_timeout_s: Seconds within which all ranks of a platform must call this function (default
@@ -185,13 +185,11 @@ def _set_network(given: Any, topology: Topology) -> None:
     # A single rank has no network, even if the script describes one for larger jobs.
     if topology.size == 1:
         return
-    on_gpu = bool(tf.config.list_physical_devices("GPU"))
-    if given is None:
-        given = UNKNOWN if on_gpu else MEASURE
-    if given in (MEASURE, UNKNOWN):
-        set_network_profile(None, measures=given == MEASURE)
+    if given in (None, MEASURE, UNKNOWN):
+        set_network_profile(None, measures=given != UNKNOWN)
         return
-    found = parse_network(given, topology, "v100" if on_gpu else "cpu")
+    device = "v100" if tf.config.list_physical_devices("GPU") else "cpu"
+    found = parse_network(given, topology, device)
     here = socket.gethostname()
     if found.hosts and here not in found.hosts:
         log_once(

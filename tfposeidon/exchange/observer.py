@@ -69,6 +69,13 @@ def clock_variable(shape: list[int], name: str) -> tf.Variable:
 def time_after(gradients: Sequence[Any]) -> tf.Tensor:
     """Returns the time at which all gradients are ready, in float64 seconds since 1970."""
     tensors = [tensor for gradient in gradients for tensor in tensors_of(gradient)]
+    if tensors and tf.config.list_physical_devices("GPU"):
+        # Ops on a GPU are only queued when the next op starts. A copy of one element to the CPU
+        # waits for all of them.
+        with tf.control_dependencies(tensors):
+            element = tf.reshape(tensors[-1], [-1])[:1]
+        with tf.device("/CPU:0"):
+            tensors = [tf.identity(element)]
     # `tf.timestamp` would wait for all earlier stateful ops, such as Python functions in the
     # backward pass, regardless of its control dependencies.
     return library().tfposeidon_time_after(values=tensors) if tensors else tf.timestamp()

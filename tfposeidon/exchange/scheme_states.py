@@ -100,6 +100,11 @@ class SchemeStates:
             for variable, value in zip(variables, dropped, strict=True):
                 variable.assign(value)
 
+    def reset(self) -> None:
+        """Discards the state, so that a scheme that has sent its residuals starts anew."""
+        for variable in itertools.chain(*self.variables):
+            variable.assign(tf.zeros_like(variable))
+
     def flush(self) -> None:
         """Starts a flush, in which later exchanges send whole gradients and all residuals."""
         for bucket, variables in self._pairs():
