@@ -106,7 +106,7 @@ def test_snapshots_of_another_release_are_refused(tmp_path):
     path = tmp_path / "snapshot-000001" / "meta.json"
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in meta.items() if key != "format"}))
-    rule = "must have format 10. Received: format 1 in .*resume=False"
+    rule = "must have format 11. Received: format 1 in .*resume=False"
     with pytest.raises(SnapshotError, match=rule):
         fit_with_checkpoint(_accumulating, tmp_path, 1)
     # The error proposes this argument.

@@ -1,7 +1,8 @@
 """Implements the policy `auto`, and its planner, which predicts steps of any policy.
 
 The network profile is measured, passed by the user or read from a snapshot. The first plan of
-`auto` depends on the profile and possibly on timed trials, the second also on measured steps.
+`auto` depends on the profile and possibly on timed trials, the second also on measured steps; then
+steps of both plans are compared.
 """
 
 from __future__ import annotations
@@ -254,8 +255,7 @@ class Auto(Tunable):
     """Chooses the scheme and the bucket size with the shortest predicted step.
 
     `Auto` needs the network profile of the job, which is measured at the first step unless it is
-    passed to `tfposeidon.init(network=...)`. On GPUs, the profile is measured only on request.
-    Without a profile, every variable uses all-reduce. By default, `Auto` considers only schemes
+    passed to `tfposeidon.init(network=...)`. This was not tested on several GPUs. Without a profile, every variable uses all-reduce. By default, `Auto` considers only schemes
     that average gradients exactly, up to rounding.
 
     Args:

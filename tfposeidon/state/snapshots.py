@@ -35,7 +35,7 @@ from tfposeidon.communication.topology import Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
 
 # Increment this number with every change of a snapshot's contents.
-_FORMAT = 10
+_FORMAT = 11
 
 Arrays = dict[str, list[np.ndarray]]
 """Lists of arrays by name. Files omit empty lists; a name that is not in a file has no arrays."""
