@@ -4,7 +4,7 @@
     python -m benchmarks.cold_starts --full    # also while a process keeps a core busy; 1 hour
 
 Each start measures the network, decides, and then times five steps with the chosen scheme. Steps
-and times are those of `benchmarks.scaling`. With the load, all fixed schemes are measured once. An
+and times are those of `benchmarks.scaling`. All fixed schemes are measured in two more jobs. An
 interrupted run resumes.
 """
 
@@ -27,6 +27,8 @@ CELLS = (
 COMMON = {"dilation": None, "steps": 5, "cells": CELLS, "starts": 10}
 SHORT, FULL = COMMON | {"loads": [False]}, COMMON | {"loads": [False, True]}
 SMALLEST = FULL | scaling.SMALLEST | {"starts": 1, "cells": [("alexnet", "2x1", 10.0, None)]}
+FIXED_RUNS = 2
+"""Number of jobs that measure all fixed schemes, for each configuration and load."""
 NEAR, BEST = 0.02, 0.05
 """Relative excess up to which a step time is near that of the usual choice, or the best scheme."""
 
@@ -38,11 +40,11 @@ def parse_arguments():
 
 
 def planned(options):
-    """Returns a job per configuration, load and start, and with load, one of the fixed schemes."""
+    """Returns a job per configuration, load and start, and jobs with the fixed schemes."""
     found = {}
     for (model, layout, gbit, flow_gbit), load in itertools.product(options.cells, options.loads):
         cell = {"models": [model], "layouts": [layout], "gbits": [gbit], "flow_gbit": flow_gbit}
-        for start in range(options.starts + load):
+        for start in range(options.starts + FIXED_RUNS):
             systems = ["auto"] if start < options.starts else [*auto.FIXED]
             own = vars(options) | cell | {"systems": systems}
             for key, arguments in scaling.planned(argparse.Namespace(**own)).items():
@@ -64,7 +66,6 @@ def compared(cells):
     groups = collections.defaultdict(list)
     for cell in cells.values():
         groups[scaling.group(cell), cell["load"]].append(cell)
-    alone = harness.Results(harness.RESULTS / "auto.json").cells.values()
     for (case, load), found in groups.items():
         starts = [cell["systems"]["auto"] for cell in found if "auto" in cell["systems"]]
         steps_s = [statistics.median(one["step_s"]) for one in starts]
@@ -72,16 +73,10 @@ def compared(cells):
         ((usual, _),) = choices.most_common(1)
         pairs = list(zip(starts, steps_s, strict=True))
         usual_s = statistics.median(s for one, s in pairs if one["chose"] == usual)
-        fixed = found if load else [cell for cell in alone if scaling.group(cell) == case]
-        best_s = min(
-            (
-                statistics.median(cell["systems"][name]["step_s"])
-                for cell in fixed
-                for name in auto.FIXED
-                if name in cell["systems"]
-            ),
-            default=None,
-        )
+        times = collections.defaultdict(list)
+        for cell, name in itertools.product(found, auto.FIXED):
+            times[name] += cell["systems"].get(name, {}).get("step_s", [])
+        best_s = min((statistics.median(found) for found in times.values() if found), default=None)
         yield {
             "case": case,
             "load": load,

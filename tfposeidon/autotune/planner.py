@@ -255,8 +255,9 @@ class Auto(Tunable):
     """Chooses the scheme and the bucket size with the shortest predicted step.
 
     `Auto` needs the network profile of the job, which is measured at the first step unless it is
-    passed to `tfposeidon.init(network=...)`. This was not tested on several GPUs. Without a profile, every variable uses all-reduce. By default, `Auto` considers only schemes
-    that average gradients exactly, up to rounding.
+    passed to `tfposeidon.init(network=...)`. Without a profile, every variable uses all-reduce. By
+    default, `Auto` considers only schemes that average gradients exactly, up to rounding. `Auto`
+    was not tested on several GPUs.
 
     Args:
       compression: Kinds of compression to consider: `"fp16"` for schemes that send 16 bits per
