@@ -168,8 +168,6 @@ def show(rows, some, holds):
 
 CONSTANTS = {
     # The module of the constant, and a value with which it has no effect.
-    "EXPOSED": (simulation, 0.0),
-    "SUMS_PER_PAIR": (simulation, 1.0),
     "CODED_PER_SELECTED": (one_bit, 1),
     "HALF_PER_SUM": (grid, 1.0),
 }

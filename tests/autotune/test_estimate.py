@@ -7,7 +7,7 @@ import pytest
 
 from tfposeidon.autotune import measurement
 from tfposeidon.autotune.measurement import probes_of
-from tfposeidon.autotune.simulation import EXPOSED, float16_sums
+from tfposeidon.autotune.simulation import float16_sums
 from tfposeidon.communication.network_profile import CPU
 from tfposeidon.communication.topology import Topology
 
@@ -35,8 +35,7 @@ def _seconds(one, topology, flow=FLOW):
     sent_bytes, stays = one.bytes_on(topology)
     rate = NODE if stays else flow if one.name == "rate.flow" else ACROSS
     link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(one.transfers[0])
-    load_s = max(link_s, sums_s) + EXPOSED * min(link_s, sums_s)
-    return COLLECTIVE_S + one.steps * LATENCY_S[stays] + load_s
+    return COLLECTIVE_S + one.steps * LATENCY_S[stays] + max(link_s, sums_s)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,20 +86,18 @@ def test_the_fit_recovers_rates_and_latencies(layout, load):
     if not load and len(topology.nodes) > 2:
         for name, (found, there) in latencies.items():
             assert found == pytest.approx(there, rel=0.25), name
-    assert links.rates.half_s == pytest.approx(HALF_S, rel=0.25 if load else 0.15)
+    assert links.rates.half_s < 2 * HALF_S
     links.check_fits(topology)
 
 
-def test_the_fit_recovers_the_rate_of_sums_at_any_rate_of_the_link():
+def test_the_fit_recovers_the_rate_of_sums_unless_a_transfer_hides_them():
     topology = LAYOUTS["4x1"]
     (half,) = (one for one in _probes(topology) if one.name == "rate.half")
     sent_bytes, _ = half.bytes_on(topology)
     for rate in (1e7, 1e8, 1e9, 1e10):
         link_s, sums_s = sent_bytes / rate, HALF_S * float16_sums(half.transfers[0])
-        load_s = max(link_s, sums_s) + EXPOSED * min(link_s, sums_s)
-        assert measurement.half_seconds(half, load_s, rate, topology) == pytest.approx(
-            HALF_S, rel=0.01
-        )
+        found = measurement.half_seconds(half, max(link_s, sums_s), rate, topology)
+        assert found == pytest.approx(HALF_S if sums_s > link_s else 0.0, rel=0.01)
 
 
 def test_the_fit_recovers_rates_of_work():

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfposeidon import ops
-from tfposeidon.autotune.simulation import EXPOSED, float16_sums, load_of
+from tfposeidon.autotune.simulation import float16_sums, load_of
 from tfposeidon.communication.network_profile import Link, NetworkProfile, Rates
 from tfposeidon.communication.topology import Group, Topology
 from tfposeidon.communication.wire import Wire, exchange_objects
@@ -296,13 +296,10 @@ def _latencies(
 
 
 def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
-    """Returns the seconds per element of Horovod's float16 sums, which run in software."""
-    link_s = probe.bytes_on(topology)[0] / bytes_per_s
-    # Transfers and local sums overlap: a share `EXPOSED` of the shorter time adds to the longer.
-    sums_s = seconds - EXPOSED * link_s
-    if sums_s < link_s:
-        sums_s = max(0.0, seconds - link_s) / EXPOSED
-    return rounded(sums_s / float16_sums(next(iter(probe.transfers.values()))))
+    """Returns the seconds per element of Horovod's float16 sums, 0 if the transfer hides them."""
+    hidden = seconds <= probe.bytes_on(topology)[0] / bytes_per_s
+    sums = float16_sums(next(iter(probe.transfers.values())))
+    return 0.0 if hidden else rounded(seconds / sums)
 
 
 def rates_of(

@@ -26,13 +26,6 @@ from tfposeidon.schemes.stages import Operation, Transfer, Work
 
 FUSION_THRESHOLD, FUSION_BYTES = "HOROVOD_FUSION_THRESHOLD", 128 * 2**20
 """Environment variable with the maximum bytes of Horovod's fused all-reduces, and its default."""
-EXPOSED = 0.24
-"""Share of the shorter of two overlapping times, those of a transfer and of the CPU work on its
-bytes, that adds to the longer time. Fitted, like `SUMS_PER_PAIR`, to 94 exchanges.
-`benchmarks.predict --constants` evaluates both constants."""
-SUMS_PER_PAIR = 2.0
-"""Number of vector elements that a rank sums in the time that it needs to sum one pair of index
-and value. Pairs are sorted by index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +122,8 @@ def _transfer_time(
         size_bytes=max(sum(transfer.parts_bytes) for transfer in transfers.values()),
         fuses_with=(one.itemsize, *one.group.ranks) if one.operation == "all_reduce" else None,
         latency_s=one.steps * link.latency_s,
-        load_s=max(link_s, cpu_s) + EXPOSED * min(link_s, cpu_s),
+        # A rank sums and copies bytes while others arrive.
+        load_s=max(link_s, cpu_s),
         crosses_nodes=crosses,
     )
 
@@ -146,7 +140,7 @@ def work_seconds(work: Work, rates: Rates) -> float:
     """Returns the seconds of local work on one rank while all ranks of its node work."""
     # Writing zeros or the elements of a product takes as long as converting values.
     per_element_s = {"sum": rates.sum_s, "select": rates.select_s}.get(work.kind, rates.encode_s)
-    per_pair_s = rates.pair_s if work.kind == "select" else SUMS_PER_PAIR * rates.sum_s
+    per_pair_s = rates.pair_s if work.kind == "select" else rates.sum_s
     operations_s = rates.operation_s * work.operations if work.kind == "multiply" else 0.0
     return per_element_s * work.elements + per_pair_s * work.pairs + operations_s
 
