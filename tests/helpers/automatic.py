@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -11,7 +12,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.training import BATCH
-from tfposeidon.autotune import choose_plan
+from tfposeidon.autotune import choose_plan, comparison
 from tfposeidon.autotune.simulation import simulate, stage_times
 from tfposeidon.communication import runtime
 
@@ -33,17 +34,16 @@ def links(found):
 
 @contextlib.contextmanager
 def planning(**constants):
-    """Sets constants of `tfposeidon.autotune.choose_plan` within a `with` block.
+    """Sets constants of `choose_plan` and `comparison` within a `with` block.
 
     Args:
       **constants: Values of the constants, by name.
     """
-    before = {name: getattr(choose_plan, name) for name in constants}
-    vars(choose_plan).update(constants)
-    try:
+    with contextlib.ExitStack() as stack:
+        for name, value in constants.items():
+            module = choose_plan if hasattr(choose_plan, name) else comparison
+            stack.enter_context(mock.patch.object(module, name, value))
         yield
-    finally:
-        vars(choose_plan).update(before)
 
 
 def exchange_seconds(scheme, length, itemsize, structures, topology, links):

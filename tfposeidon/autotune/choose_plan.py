@@ -6,7 +6,6 @@ exceed a multiple of the time for tracing.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -16,19 +15,18 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.autotune.comparison import LEAST_LEFT, PAIRS, TURN_S, Comparison
+from tfposeidon.autotune.comparison import UNTIMED_STEPS, Comparison
 from tfposeidon.autotune.search import CLOSE_WITHIN
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.checks import require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
-from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.gradients import Description, GradientReader, of_tensorflow
 from tfposeidon.training import session
 
-UNTIMED_STEPS, TIMED_STEPS = 2, 5
-"""Number of updates before timing starts (the first one traces the step), and of timed updates."""
+TIMED_STEPS = 5
+"""Number of timed updates."""
 LEAST_GAIN = 3.0
 """Minimum time saved in the remaining steps, as a multiple of the time for tracing a step."""
 CLOCKS_S = 1e-4
@@ -127,7 +125,6 @@ class ChoosePlan(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_changing = False
         self._epoch = self._batches = self._batches_before = 0
         # `_steps` counts steps since timing began; timing ends after `_end` steps. Ranks exchange
         # gradients once every `_calls` steps.
@@ -160,17 +157,15 @@ class ChoosePlan(keras.callbacks.Callback):
         self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
         for times in self._step_times():
             times.pause()
-        self._check_comparison()
+        self._comparison = self._active
         # A change of an earlier `fit` or run may be pending.
-        self._is_changing = bool(self._is_changing and self._comparison) or self._has_proposal
+        if not self._active and any(one.planner.proposed for one in self._plans):
+            self._comparison = Comparison(self._session, self._plans)
         # A schedule may make plans tunable in a later epoch.
-        if not self._is_changing and len(self._timed) < len(self._undecided):
+        if not self._active and len(self._timed) < len(self._undecided):
             self._watch()
         elif self._batches_before and self._session.watches_absence:
-            if self._comparison and not self._is_changing:
-                self._end_turn(self._comparison)
-            else:
-                self._continue()
+            self._continue()
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -181,15 +176,14 @@ class ChoosePlan(keras.callbacks.Callback):
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._batches, is_timing = batch + 1, bool(self._timed)
-        self._check_comparison()
-        comparison = None if self._is_changing else self._comparison
-        if self._session.was_skipped or not (is_timing or self._is_changing or comparison):
+        comparison = self._active
+        if self._session.was_skipped or not (is_timing or comparison):
             return
-        if comparison:
+        if comparison and not comparison.is_due:
             # Wait for the GPU, on which ops are only queued.
             tf.reshape(of_tensorflow(self.model.trainable_variables[-1]), [-1])[:1].numpy()
             if comparison.add(time.perf_counter() - self._begin_s):
-                self._end_turn(comparison)
+                self._continue()
             return
         self._steps += 1
         if self._steps == 1:
@@ -198,7 +192,7 @@ class ChoosePlan(keras.callbacks.Callback):
             for times in self._step_times():
                 times.reset()
         ends = is_timing and self._steps == self._end and not self._session.watches_absence
-        if self._is_changing or ends:
+        if comparison or ends:
             self._continue()
 
     def _watch(self) -> None:
@@ -233,55 +227,35 @@ class ChoosePlan(keras.callbacks.Callback):
         return [e.observer for e in exchangers if isinstance(e.observer, StepTimes)]
 
     @property
-    def _has_proposal(self) -> bool:
-        return any(one.planner.proposed for one in self._plans)
-
-    def _check_comparison(self) -> None:
-        if self._comparison and not self._comparison.is_valid:
-            # The step has been traced again for another reason.
-            self._comparison, self._is_changing = None, self._has_proposal
+    def _active(self) -> Comparison | None:
+        return self._comparison if self._comparison and self._comparison.is_active else None
 
     def _end_turn(self, comparison: Comparison) -> None:
-        """Continues a comparison with the other plan, or ends it with the faster plan."""
-        self._is_changing = not comparison.is_complete or comparison.ends_with_waiting()
-        if self._is_changing:
-            self._continue()
-            return
-        # The previous plan is faster; its function still contains clock ops.
-        self._comparison = None
-        if CLOCKS_S * self._left / self._calls > LEAST_GAIN * self._trace_s:
+        comparison.end_turn()
+        # If the previous plan is faster, its function still contains clock ops.
+        clocks_s = CLOCKS_S * self._left / self._calls
+        if comparison.has_ended and clocks_s > LEAST_GAIN * self._trace_s:
             self._session.retrace()
 
     def _continue(self) -> None:
-        """Chooses plans if steps were timed, and changes them if all residuals have been sent."""
+        """Chooses plans if steps were timed, ends a turn, or switches plans."""
         if self._timed:
             self._decide()
-        if not self._is_changing:
+        comparison, watches = self._active, self._session.watches_absence
+        if comparison is None:
             return
-        watches, unsent = self._session.watches_absence, self._unsent
-        left = self._batches_before - self._batches
+        if not comparison.is_due:
+            self._end_turn(comparison)
+        if comparison.has_ended:
+            return
+        unsent, left = comparison.unsent, self._batches_before - self._batches
         # If epochs may end early, plans cannot change within them, because a rank without data can
         # join only the exchange that it has traced.
         if not (watches and self._batches) and not unsent:
-            self._change()
+            comparison.switch()
         elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
             for states in unsent:
                 states.flush()
-
-    def _change(self) -> None:
-        """Applies proposed plans, or continues a comparison with the other plan."""
-        comparison = self._comparison
-        if comparison and comparison.has_begun:
-            comparison.switch()
-            self._is_changing = False
-            if comparison.is_complete:
-                self._comparison = None
-                return
-        else:
-            self._apply()
-            self._session.retrace()
-        if comparison:
-            comparison.begin_turn()
 
     @property
     def _left(self) -> int:
@@ -309,43 +283,20 @@ class ChoosePlan(keras.callbacks.Callback):
             measured = [Measured.of_all(one) for one in zip(*found, strict=True)]
             saved_s += plans.planner.propose(plans, measured, shortest_s)
             step_s = max([step_s, *(one.step_s for one in measured if one)])
-        if self._session.watches_absence and self._unsent:
+        comparison = Comparison(self._session, self._plans)
+        if self._session.watches_absence and comparison.unsent:
             # The plan changes only after another epoch.
             updates -= max(before)
-        self._is_changing = (saved_s + CLOCKS_S) * updates > least_s
-        if not self._is_changing:
+        if (saved_s + CLOCKS_S) * updates <= least_s:
             for plans in self._plans:
                 plans.planner.proposed.clear()
-            self._apply()
-        elif any(plans.planner.proposed for plans in self._plans):
+                plans.planner.apply(plans)
+            return
+        self._comparison = comparison
+        if any(plans.planner.proposed for plans in self._plans):
+            comparison.plan_turns(updates, self._calls, step_s, max(before))
             runtime.log_once(
                 "tfposeidon: the plan was updated from measured times; the predicted step is "
                 "%.3g ms shorter.",
                 1e3 * saved_s,
             )
-            self._compare(step_s, updates, max(before))
-
-    def _compare(self, step_s: float, updates: float, in_epoch: float) -> None:
-        """Prepares a comparison of the plan in use with the proposal, if enough steps are left."""
-        # If plans change only between epochs, each plan has a single turn.
-        turns, executions, length = 2, None, in_epoch
-        if not self._session.watches_absence:
-            per_execution = self.model.steps_per_execution
-            turn = max(1, math.ceil(TURN_S / max(step_s, CLOCKS_S) / per_execution))
-            turns, executions, length = 2 * PAIRS, self._calls * turn, per_execution * turn
-        if LEAST_LEFT * turns * length <= updates:
-            untimed = UNTIMED_STEPS * self._calls
-            self._comparison = Comparison(self._session, self._plans, turns, executions, untimed)
-
-    def _apply(self) -> None:
-        self._is_changing = False
-        for plans in self._plans:
-            plans.planner.apply(plans)
-
-    @property
-    def _unsent(self) -> list[SchemeStates]:
-        """Scheme states of changing plans that contain unsent residuals."""
-        changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
-        if self._comparison and self._comparison.has_begun:
-            changing = self._comparison.changing()
-        return [one.states for one in changing if not one.states.has_flushed]

@@ -1,4 +1,4 @@
-"""Compares the previous and the updated plan by real steps, whose train functions run in turn."""
+"""Changes to the updated plan, and compares its real steps with those of the previous plan."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import numpy as np
 from tfposeidon.autotune.forecast import forecasts_of
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.exchange.agreed_plan import AgreedPlans
 from tfposeidon.exchange.exchanger import Exchanger
+from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.training.session import Session
 
+UNTIMED_STEPS = 2
+"""Number of updates before timing starts; the first one traces the step."""
 PAIRS, TURN_S = 5, 0.25
 """Number of turns of each plan, and minimum seconds of a turn, so that pauses of the operating
 system, which last milliseconds, change no median."""
@@ -24,48 +26,65 @@ LEAST_LEFT = 4
 
 
 class Comparison:
-    """Runs the updated and the previous plan in turn, at the same steps on all ranks.
+    """Applies proposed plans, and then runs them and the previous plans in turn.
 
-    Both train functions stay traced with their exchangers. A turn has `executions`, or lasts an
-    epoch if that is `None`. The updated plan has the first turn, after `untimed` executions.
+    All ranks switch at the same steps. Both train functions stay traced, with their exchangers.
     """
 
-    def __init__(
-        self,
-        own: Session,
-        plans: Sequence[AgreedPlans],
-        turns: int,
-        executions: int | None,
-        untimed: int,
-    ) -> None:
-        self._session, self._plans, self._turns = own, plans, turns
-        self._executions, self._untimed = executions, untimed
-        self._waiting = self._current
+    def __init__(self, own: Session, plans: Sequence[Any]) -> None:
+        self._session, self._plans = own, plans
         self._function = own.model.train_function
-        # Seconds of each execution, by turn.
+        # A switch is due at first, and after each turn.
+        self.is_due, self.has_ended = True, False
+        # A turn has this number of executions, or lasts an epoch if that is `None`.
+        self._turns, self._executions, self._untimed = 0, None, 0
+        # The seconds of each execution, by turn, and the other train function with its exchangers.
         self._times: list[list[float]] = []
+        self._waiting: tuple[Any, list[dict[Any, Exchanger]]] | None = None
+
+    def plan_turns(self, updates: float, calls: int, step_s: float, in_epoch: float) -> None:
+        """Plans turns if enough `updates` are left, each of which has `calls` executions."""
+        # If plans change only between epochs, each plan has a single turn.
+        turns, executions, length = 2, None, in_epoch
+        if not self._session.watches_absence:
+            steps = self._session.model.steps_per_execution
+            turn = max(1, math.ceil(TURN_S / max(step_s, 1e-4) / steps))
+            turns, executions, length = 2 * PAIRS, calls * turn, steps * turn
+        if LEAST_LEFT * turns * length <= updates:
+            self._turns, self._executions, self._untimed = turns, executions, UNTIMED_STEPS * calls
 
     @property
-    def _current(self) -> tuple[Any, list[dict[Any, Exchanger]]]:
-        return self._session.model.train_function, [dict(one.exchangers) for one in self._plans]
+    def is_active(self) -> bool:
+        """False after the last turn, or if the step has been traced again for another reason."""
+        return not self.has_ended and self._function is self._session.model.train_function
 
     @property
-    def is_valid(self) -> bool:
-        """False if the step has been traced again for another reason."""
-        return self._function is self._session.model.train_function
+    def unsent(self) -> list[SchemeStates]:
+        """Scheme states of the plans in use whose residuals must be sent before a switch."""
+        changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
+        found = _only(self._exchangers, self._waiting[1]) if self._waiting else changing
+        return [one.states for one in found if not one.states.has_flushed]
 
     @property
-    def has_begun(self) -> bool:
-        return bool(self._times)
+    def _exchangers(self) -> list[dict[Any, Exchanger]]:
+        return [dict(one.exchangers) for one in self._plans]
 
-    @property
-    def is_complete(self) -> bool:
-        """True if the last turn has begun."""
-        return len(self._times) == self._turns
-
-    def begin_turn(self) -> None:
-        """Starts a turn with the plan in use."""
-        self._function = self._session.model.train_function
+    def switch(self) -> None:
+        """Uses the other plans, and starts a turn unless all are over."""
+        model, waiting = self._session.model, self._waiting
+        self._waiting = model.train_function, self._exchangers
+        if waiting is None:
+            for plans in self._plans:
+                plans.planner.apply(plans)
+            self._session.retrace()
+        else:
+            model.train_function = waiting[0]
+            for plans, exchangers in zip(self._plans, waiting[1], strict=True):
+                plans.exchangers = exchangers
+            for exchanger in _only(waiting[1], self._waiting[1]):
+                exchanger.states.reset()
+        self._function, self.is_due = model.train_function, False
+        self.has_ended = len(self._times) == self._turns
         self._times.append([])
 
     def add(self, seconds: float) -> bool:
@@ -76,38 +95,32 @@ class Comparison:
         self._times[-1].append(seconds)
         return len(self._times[-1]) == self._executions
 
-    def changing(self) -> list[Exchanger]:
-        """Returns the exchangers of the plan in use that the waiting plan lacks."""
-        return _only(self._current[1], self._waiting[1])
+    def end_turn(self) -> None:
+        """Requests a switch unless the plans in use are the previous ones, and faster."""
+        self.is_due = len(self._times) < self._turns or self._waiting_are_faster()
+        self.has_ended = not self.is_due
 
-    def switch(self) -> None:
-        """Uses the waiting plan; the schemes in use must have sent all residuals."""
-        (function, found), self._waiting = self._waiting, self._current
-        self._session.model.train_function = function
-        for plans, exchangers in zip(self._plans, found, strict=True):
-            plans.exchangers = exchangers
-        for exchanger in self.changing():
-            exchanger.states.reset()
-
-    def ends_with_waiting(self) -> bool:
-        """Returns whether the waiting, updated plan is faster; all ranks must call this."""
-        # A rank without timed steps makes the result unknown, and the updated plan is used.
+    def _waiting_are_faster(self) -> bool:
+        """Returns whether steps with the updated plans are shorter; all ranks must call this."""
+        assert self._waiting is not None
+        # A rank without timed steps makes the result unknown, and the updated plans are used.
         mine = [statistics.median(own) if own else math.nan for own in self._times]
         slowest = np.max(exchange_objects(mine, runtime.wire(), "tp.comparison"), axis=0)
         updated_s, previous_s = slowest.reshape(-1, 2).T
         ratio = float(np.median(updated_s / previous_s))
-        plans = [_only(self._waiting[1], self._current[1]), self.changing()]
-        is_slower = ratio > 1.0
-        if is_slower:
-            ratio, plans = 1.0 / ratio, plans[::-1]
-        faster, slower = (
-            ", ".join(str(f.chosen) for e in own for f in forecasts_of(e.plan)) for own in plans
-        )
-        text = f"timed steps are {1.0 - ratio:.1%} shorter with {faster} than with {slower}"
+        both = self._exchangers, self._waiting[1]
+        previous, updated = _only(*both), _only(*both[::-1])
+        faster, slower = (previous, updated) if ratio > 1.0 else (updated, previous)
+        names = [
+            ", ".join(str(f.chosen) for e in own for f in forecasts_of(e.plan))
+            for own in (faster, slower)
+        ]
+        share = 1.0 - min(ratio, 1.0 / ratio)
+        text = f"timed steps are {share:.1%} shorter with {' than with '.join(names)}"
         runtime.log_once("tfposeidon: %s.", text)
-        for exchanger in plans[0]:
+        for exchanger in faster:
             exchanger.notes = (*exchanger.notes, text)
-        return not is_slower
+        return faster is updated
 
 
 def _only(
