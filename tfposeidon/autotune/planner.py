@@ -45,12 +45,7 @@ WRONG_BY = 0.25
 """Relative error of a predicted step time above which the planner logs both times: the 90th
 percentile of the errors of predicted exchanges is 24 % (docs/results/planning.md)."""
 
-COMPARED = {
-    "policy": "`scheme`",
-    "bucket_bytes": "`bucket_bytes`",
-    "nodes": "the layout of ranks",
-    "links": "the network profile",
-}
+COMPARED = ("scheme", "bucket_bytes", "nodes", "network")
 """Values of a snapshot that must equal those of the job; otherwise plans are computed again."""
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
@@ -201,10 +196,10 @@ class AutoPlanner(Planner):
             return {}
         links, serialize = runtime.network_profile(), keras.saving.serialize_keras_object
         return {
-            "policy": repr(self.policy),
+            "scheme": repr(self.policy),
             "bucket_bytes": self.bucket_bytes,
             "nodes": [list(node) for node in self._wire().topology.nodes],
-            "links": links and links.to_json(),
+            "network": links and links.to_json(),
             "has_decided": self.has_decided,
             "plans": serialize([[plan.paths, forecasts_of(plan)] for plan in plans]),
             "proposed": serialize([[[*paths], [one]] for paths, one in self.proposed.items()]),
@@ -214,15 +209,15 @@ class AutoPlanner(Planner):
     def resume(self, saved: dict[str, Any]) -> bool:
         # If both runs measure the network on the same hosts, use the earlier profile. Otherwise,
         # compute plans again if nodes, profile or policy differ.
-        if not self.is_tunable or saved["links"] is None:
+        if not self.is_tunable or saved["network"] is None:
             return False
-        wire, links = self._wire(), NetworkProfile.from_json(saved["links"], "the snapshot")
+        wire, links = self._wire(), NetworkProfile.from_json(saved["network"], "the snapshot")
         own = self.to_dict([])
         is_same_layout = own["nodes"] == saved["nodes"] and runtime.measures_network()
         if is_same_layout and links.hosts == measurement.hosts_of(wire):
             runtime.set_network_profile(links, measures=True)
-            own["links"] = saved["links"]
-        differing = [name for key, name in COMPARED.items() if own[key] != saved[key]]
+            own["network"] = saved["network"]
+        differing = [name for name in COMPARED if own[name] != saved[name]]
         deserialize = keras.saving.deserialize_keras_object
         decisions, self.proposed = (
             {frozenset(paths): one for paths, found in deserialize(saved[key]) for one in found}
@@ -230,19 +225,13 @@ class AutoPlanner(Planner):
         )
         if differing:
             # Retain schemes with saved residuals, which only these schemes can send.
-            is_same = not {"`scheme`", "`bucket_bytes`"} & {*differing}
-            candidates = self._candidates if is_same else {}
+            candidates = {} if {"scheme", "bucket_bytes"} & {*differing} else self._candidates
             stateful = {name for name, policy in candidates.items() if policy.keeps_state}
             decisions = {p: one for p, one in decisions.items() if one.chosen.name in stateful}
             self.proposed = {}
-            what = (
-                "with residuals are retained until steps are timed"
-                if decisions
-                else "are computed again"
-            )
-            runtime.log_once(
-                "tfposeidon: %s differs from the snapshot; the plans %s.", differing[0], what
-            )
+            what = "with residuals are retained until steps are timed" if decisions else "change"
+            text = "tfposeidon: `%s` differs from the snapshot; the plans %s."
+            runtime.log_once(text, differing[0], what)
         self._decisions, self.has_decided = decisions, not differing and saved["has_decided"]
         return bool(decisions)
 
