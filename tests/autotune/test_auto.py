@@ -189,8 +189,8 @@ def test_with_factors_the_plan_is_chosen_after_rows_are_known(wire):
 def test_few_known_rows_are_sent_as_factors(wire):
     model, data = wide(steps=12)
     reference = train_alone(copied(model), data, sgd())
-    optimizer = tp.DistributedOptimizer(sgd(), scheme=tp.policies.Auto(timed_trials=False))
-    with planning(LEAST_GAIN=0.0), links(ideal(wire, bytes_per_s=1e7)):
+    optimizer = tp.DistributedOptimizer(sgd())
+    with planning(LEAST_GAIN=0.0, LONGEST_TRIAL_S=0.0), links(ideal(wire, bytes_per_s=1e7)):
         check_equal(train_together(model, data, optimizer, wire), reference)
     same_on_all_ranks(model.get_weights(), wire)
     names = {bucket.scheme.name for bucket in optimizer.plan.buckets if bucket.structures}

@@ -291,12 +291,11 @@ def test_an_uncertain_network_widens_the_trial():
     )
 
 
-def test_no_trial_if_predictions_differ_or_trials_are_disabled():
+def test_no_trial_if_predictions_differ_or_nothing_is_tunable():
     trial, calls = _trial()
     assert choose(trial=trial).forecasts[0].chosen == choose().forecasts[0].chosen
     assert not calls, "the torus is so much faster that no trial is needed"
     trial, calls = _trial(links=NEAR)
-    choose(policies.Auto(timed_trials=False), NEAR, trial=trial)
     choose(policies.parse("torus2d"), NEAR, trial=trial)
     assert not calls
     # Each of these exchanges takes about a second, which is too long for a trial.
@@ -311,7 +310,7 @@ def test_policies_are_saved_without_the_network_profile():
     assert policies.Auto.from_config(policy.get_config()) == policy
     for kinds in (["topk", "fp16"], {"fp16", "topk"}):
         assert policies.Auto(compression=kinds, density=0.01, margin=0.1) == policy
-    assert set(policy.get_config()) == {"compression", "density", "margin", "timed_trials"}
+    assert set(policy.get_config()) == {"compression", "density", "margin"}
     # Another release saved policies when the class was in another module.
     saved = keras.saving.serialize_keras_object(policy) | {"module": "tfposeidon.policies.auto"}
     assert keras.saving.deserialize_keras_object(saved) == policy

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfposeidon as tp
 from tests.helpers import models
 from tests.helpers.training import BATCH
-from tfposeidon.autotune import choose_plan, comparison
+from tfposeidon.autotune import choose_plan, comparison, search
 from tfposeidon.autotune.simulation import simulate, stage_times
 from tfposeidon.communication import runtime
 
@@ -34,14 +34,17 @@ def links(found):
 
 @contextlib.contextmanager
 def planning(**constants):
-    """Sets constants of `choose_plan` and `comparison` within a `with` block.
+    """Sets constants of `choose_plan`, `comparison` and `search` within a `with` block.
+
+    Without time for trials (`LONGEST_TRIAL_S=0.0`), predictions alone decide.
 
     Args:
       **constants: Values of the constants, by name.
     """
     with contextlib.ExitStack() as stack:
         for name, value in constants.items():
-            module = choose_plan if hasattr(choose_plan, name) else comparison
+            modules = (choose_plan, comparison, search)
+            module = next(one for one in modules if hasattr(one, name))
             stack.enter_context(mock.patch.object(module, name, value))
         yield
 

@@ -1,8 +1,4 @@
-"""Chooses communication plans by the times of the first training steps.
-
-All ranks time a few steps, and then trace the step again with other plans if the predicted savings
-exceed a multiple of the time for tracing.
-"""
+"""Chooses communication plans by the times of the first training steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Measures the network profile of a job, and the throughput of its ranks under full load.
-
-Rounds of collectives and of local work run until a time budget is spent. Short probes determine
-latencies by least squares. Long probes, minus latencies, determine bandwidths and float16 costs.
-"""
+"""Measures the network profile of a job, and the throughput of its ranks under full load."""
 
 from __future__ import annotations
 
@@ -138,7 +134,7 @@ def measure(wire: Wire) -> NetworkProfile:
         # Use rank 0's clock, so that all ranks stop at the same round.
         if number > GROWING_ROUNDS and everybody[0][1] > BUDGET_S:
             break
-    work = {kind: quantile(samples[kind]) for kind in WORK}
+    work = {kind: float(np.percentile(samples[kind], QUANTILE)) for kind in WORK}
     rates = rates_of(work, ELEMENTS, PAIRS, (ROWS, SIDE))
     links = estimate_links(run.probes, samples, topology, rates)
     own = replace(links, hosts=hosts_of(wire)).to_json()
@@ -239,7 +235,7 @@ def estimate_links(
     rates: Rates,
 ) -> NetworkProfile:
     """Fits a network profile to `samples`: seconds of the slowest rank in each round, by probe."""
-    times = {probe.name: quantile(samples[probe.name]) for probe in probes}
+    times = {p.name: float(np.percentile(samples[p.name], QUANTILE)) for p in probes}
     large = {probe.name: probe for probe in probes if probe.tells_rate}
     small = [probe for probe in probes if not probe.tells_rate]
     collective_s, latency_s = _latencies(small, times, topology)
@@ -263,8 +259,11 @@ def estimate_links(
         across = Link(latency_s=latency_s[False], bytes_per_s=rate, flow_bytes_per_s=flow)
     if half := large.get("rate.half"):
         rate = found["rate.node"] if across is None else across.bytes_per_s
-        bytes_s = half.bytes_on(topology)[0] / found["rate.half"]
-        rates = replace(rates, half_s=half_seconds(half, bytes_s, rate, topology))
+        # The transfer may hide Horovod's sums, which run in software.
+        if found["rate.half"] < rate:
+            bytes_s = half.bytes_on(topology)[0] / found["rate.half"]
+            sums = float16_sums(next(iter(half.transfers.values())))
+            rates = replace(rates, half_s=rounded(bytes_s / sums))
     return NetworkProfile(
         rates=rates,
         collective_s=collective_s,
@@ -295,13 +294,6 @@ def _latencies(
     return collective_s, dict(zip(kinds, latencies, strict=True))
 
 
-def half_seconds(probe: Probe, seconds: float, bytes_per_s: float, topology: Topology) -> float:
-    """Returns the seconds per element of Horovod's float16 sums, 0 if the transfer hides them."""
-    hidden = seconds <= probe.bytes_on(topology)[0] / bytes_per_s
-    sums = float16_sums(next(iter(probe.transfers.values())))
-    return 0.0 if hidden else rounded(seconds / sums)
-
-
 def rates_of(
     times: Mapping[str, float], elements: int, pairs: tuple[int, int], product: tuple[int, int]
 ) -> Rates:
@@ -315,14 +307,10 @@ def rates_of(
         encode_s=rounded(encode_s),
         select_s=rounded(max(times["select"] - pair_s * few, LEAST_S) / elements),
         pair_s=rounded(pair_s),
-        # Only an all-reduce sums in float16; see `half_seconds`.
+        # Only an all-reduce sums in float16.
         half_s=0.0,
         operation_s=rounded(multiply_s / (2.0 * rows * columns**2)),
     )
-
-
-def quantile(values: Sequence[float]) -> float:
-    return float(np.percentile(values, QUANTILE))
 
 
 def _uncertainty(values: Sequence[float]) -> float:

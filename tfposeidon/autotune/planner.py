@@ -1,9 +1,4 @@
-"""Implements the policy `auto`, and its planner, which predicts steps of any policy.
-
-The network profile is measured, passed by the user or read from a snapshot. The first plan of
-`auto` depends on the profile and possibly on timed trials, the second also on measured steps; then
-steps of both plans are compared.
-"""
+"""Implements the policy `auto`, and its planner, which predicts steps of any policy."""
 
 from __future__ import annotations
 
@@ -254,10 +249,6 @@ class Auto(Tunable):
       density: Share of elements that sparse schemes send, in (0, 1] (default 0.01).
       margin: Share by which the predicted step of another scheme must be shorter than the step
         with all-reduce, in [0, 1) (default 0.02).
-      timed_trials: True (default) to time the exchanges of the best candidates if their predicted
-        steps differ by less than 10 %, or by less than the uncertainty of the network profile.
-        Without timed trials, the first plan depends only on network profile, model and ranks. In
-        `fit`, measured step times may change the plan later.
 
     Raises:
       ValueError: If `density` or `margin` is out of its range, a kind is unknown, or `density` is
@@ -268,13 +259,12 @@ class Auto(Tunable):
       >>> policy = tp.policies.Auto(compression=("fp16",))
       >>> optimizer = tp.DistributedOptimizer(keras.optimizers.SGD(0.1), scheme=policy)
       >>> optimizer.policy
-      Auto(compression=('fp16',), density=0.01, margin=0.02, timed_trials=True)
+      Auto(compression=('fp16',), density=0.01, margin=0.02)
     """
 
     compression: tuple[str, ...] = ()
     density: float = DENSITY
     margin: float = 0.02
-    timed_trials: bool = True
 
     def __post_init__(self) -> None:
         checks.check_number("margin", self.margin, checks.BELOW_1, "Leave it out for 2 %.")

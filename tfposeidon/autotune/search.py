@@ -1,8 +1,4 @@
-"""Searches for the plan with the shortest predicted step.
-
-The search tries each candidate of a policy with several bucket sizes. If predictions are close, a
-timed trial runs the exchanges of the best candidates on artificial gradients, without computation.
-"""
+"""Searches for the plan with the shortest predicted step."""
 
 from __future__ import annotations
 
@@ -48,11 +44,9 @@ class Tunable(Policy):
     """Base class of policies whose `planner`, an `AutoPlanner`, chooses among candidates.
 
     The first candidate is chosen unless the step of another one is shorter by the share `margin`.
-    With `timed_trials`, the best candidates are timed if their predictions are close.
     """
 
     margin: float = 0.0
-    timed_trials: bool = False
 
     @abstractmethod
     def candidates(self, topology: Topology) -> dict[str, Policy]:
@@ -155,7 +149,7 @@ def _forecast(
 ) -> Forecast:
     """Predicts steps of all plans, corrects predictions by a timed trial, and chooses a plan."""
     predictions = _predicted(plans, links, timeline, {})
-    if trial is not None and any(part.timed_trials for part in parts):
+    if trial is not None and parts:
         slowdowns = _slowdowns(plans, predictions, links, trial)
         predictions = _predicted(plans, links, timeline, slowdowns)
     # Use the first candidate, with its best bucket size, unless another wins by the margin.

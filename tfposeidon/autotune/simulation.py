@@ -147,11 +147,7 @@ def work_seconds(work: Work, rates: Rates) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Seconds from the start of a step to each variable's gradient and to the end of computation.
-
-    >>> Timeline.even(variables=3, first_s=1.0, compute_s=3.0).ready_s
-    (3.0, 2.0, 1.0)
-    """
+    """Seconds from the start of a step to the gradient of each variable and to the last of them."""
 
     ready_s: tuple[float, ...]
     compute_s: float

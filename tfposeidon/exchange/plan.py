@@ -302,27 +302,32 @@ def sized(plan: Plan, sizes: Sequence[float], policy: Policy) -> Plan:
 
 def _fused(singles: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
     """Fuses buckets of one variable each, in their order; see `make_plan`."""
-    full: list[Bucket] = []
-    filling: dict[Any, Bucket] = {}
+    groups: list[list[Bucket]] = []
+    filling: dict[Any, tuple[int, list[Bucket]]] = {}
     for single in singles:
-        if 4 * single.bytes >= bucket_bytes:
-            full.append(single)
+        size_bytes = single.bytes
+        if 4 * size_bytes >= bucket_bytes:
+            groups.append([single])
             continue
         # Structures must be equal, because each step fits one scheme to all structures of a bucket.
         key = (single.scheme, single.dtype, single.structures)
-        open_bucket = filling.get(key)
-        if open_bucket is None or open_bucket.bytes + single.bytes > bucket_bytes:
-            filling[key] = single
-            full += [open_bucket] if open_bucket else []
-        else:
-            filling[key] = replace(
-                single,
-                members=open_bucket.members + single.members,
-                descriptions=open_bucket.descriptions + single.descriptions,
-                choices=open_bucket.choices + single.choices,
-            )
+        filled_bytes, group = filling.get(key, (bucket_bytes, []))
+        if filled_bytes + size_bytes > bucket_bytes:
+            filled_bytes, group = 0, []
+            groups.append(group)
+        group.append(single)
+        filling[key] = filled_bytes + size_bytes, group
+    buckets = [
+        replace(
+            group[0],
+            members=tuple(member for one in group for member in one.members),
+            descriptions=tuple(d for one in group for d in one.descriptions),
+            choices=tuple(choice for one in group for choice in one.choices),
+        )
+        for group in groups
+    ]
     # A bucket can be sent once the gradient of its last member exists.
-    return sorted([*full, *filling.values()], key=lambda bucket: -bucket.members[-1])
+    return sorted(buckets, key=lambda bucket: -bucket.members[-1])
 
 
 def _choose(policy: Policy, description: Description, topology: Topology) -> Choice:
