@@ -22,7 +22,7 @@ import keras_callbacks
 import tfposeidon as tp
 from benchmarks.exchanges import one_server_each, scheme_named
 from benchmarks.workers.task import Task
-from tfposeidon.autotune import choose_plan, comparison, search
+from tfposeidon.autotune import comparison, search
 from tfposeidon.autotune.simulation import FUSION_BYTES, FUSION_THRESHOLD
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
@@ -40,7 +40,7 @@ SCHEMES = {
     "auto:fp16": tp.policies.Auto(compression=("fp16",)),
     "auto:topk": tp.policies.Auto(compression=("fp16", "topk"), density=0.01),
 }
-STEPS_OF_AUTO = comparison.UNTIMED_STEPS + choose_plan.TIMED_STEPS
+STEPS_OF_AUTO = comparison.UNTIMED_STEPS + comparison.TIMED_STEPS
 """Steps whose times `auto` uses at the start of the next epoch."""
 
 

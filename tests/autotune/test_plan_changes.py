@@ -29,7 +29,7 @@ from tests.helpers.checks import LogLines, Raises
 from tests.helpers.models import same_on_all_ranks
 from tests.helpers.over_ranks import on_one_rank
 from tests.helpers.training import BATCH, check_equal, sgd, train_alone, train_together
-from tfposeidon.autotune import choose_plan, comparison
+from tfposeidon.autotune import comparison
 from tfposeidon.autotune.planner import AutoPlanner
 from tfposeidon.autotune.search import Tunable
 from tfposeidon.communication import runtime
@@ -245,7 +245,7 @@ class Stop(keras.callbacks.Callback):
 def test_a_pending_change_of_plan_continues_in_the_next_fit(wire):
     """A later `fit` and a resumed run first send the residuals."""
     begin = _turning_data(2)
-    end = _turning_data(comparison.UNTIMED_STEPS + choose_plan.TIMED_STEPS)
+    end = _turning_data(comparison.UNTIMED_STEPS + comparison.TIMED_STEPS)
     model = _compiled(parallel_layers())
     expected, folder = _trained_alone(model, begin, end, end), shared_folder(wire)
     keras.utils.clear_session(free_memory=False)
@@ -276,7 +276,7 @@ class WatchingFlushes(Watching):
 
 def test_with_exhausted_input_checks_one_execution_sends_residuals(wire):
     """The change of plans makes only the last execution of an epoch dense."""
-    executions, steps = comparison.UNTIMED_STEPS + choose_plan.TIMED_STEPS, 2
+    executions, steps = comparison.UNTIMED_STEPS + comparison.TIMED_STEPS, 2
     begin, end = _turning_data(2), _turning_data(steps * executions)
     model = _compiled(parallel_layers(), steps_per_execution=steps)
     expected, watching = _trained_alone(model, begin, end, end, end), WatchingFlushes()
@@ -290,7 +290,7 @@ def test_with_exhausted_input_checks_one_execution_sends_residuals(wire):
 
 
 def test_a_plan_changes_with_epochs_of_unknown_length(wire):
-    executions = comparison.UNTIMED_STEPS + choose_plan.TIMED_STEPS
+    executions = comparison.UNTIMED_STEPS + comparison.TIMED_STEPS
     begin, end = _turning_data(2), _turning_data(executions)
     model = _compiled(parallel_layers())
     expected = _trained_alone(model, begin, end, end, end)
@@ -305,7 +305,7 @@ def test_a_plan_changes_with_epochs_of_unknown_length(wire):
 
 def test_a_resumed_run_follows_the_retained_plan(wire):
     """The run retains the saved plan, although another plan is predicted to be faster."""
-    folder, steps = shared_folder(wire), comparison.UNTIMED_STEPS + choose_plan.TIMED_STEPS
+    folder, steps = shared_folder(wire), comparison.UNTIMED_STEPS + comparison.TIMED_STEPS
     known = ideal(wire, 4 * WIDTH**2 / 0.004)
     plans = []
     for epochs in (1, 2):

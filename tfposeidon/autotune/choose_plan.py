@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.autotune.comparison import UNTIMED_STEPS, Comparison
+from tfposeidon.autotune.comparison import TIMED_STEPS, UNTIMED_STEPS, Comparison
 from tfposeidon.autotune.search import CLOSE_WITHIN
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.checks import require_equal
@@ -21,8 +21,6 @@ from tfposeidon.exchange.observer import Done, clock_variable, time_after
 from tfposeidon.gradients import Description, GradientReader, of_tensorflow
 from tfposeidon.training import session
 
-TIMED_STEPS = 5
-"""Number of timed updates."""
 LEAST_GAIN = 3.0
 """Minimum time saved in the remaining steps, as a multiple of the time for tracing a step."""
 CLOCKS_S = 1e-4
@@ -165,9 +163,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if not self._steps or self._comparison:
-            # Exclude skipped batches and callbacks from the time for tracing the first step.
-            self._begin_s = time.perf_counter()
+        self._begin_s = time.perf_counter()
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

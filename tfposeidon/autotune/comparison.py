@@ -16,8 +16,8 @@ from tfposeidon.exchange.exchanger import Exchanger
 from tfposeidon.exchange.scheme_states import SchemeStates
 from tfposeidon.training.session import Session
 
-UNTIMED_STEPS = 2
-"""Number of updates before timing starts; the first one traces the step."""
+UNTIMED_STEPS, TIMED_STEPS = 2, 5
+"""Number of updates before timing starts (the first one traces the step), and of timed updates."""
 PAIRS, TURN_S = 5, 0.25
 """Number of turns of each plan, and minimum seconds of a turn, so that pauses of the operating
 system, which last milliseconds, change no median."""

@@ -57,8 +57,7 @@ class Forecast(Configured):
       predictions: Predictions for all plans, beginning with the default.
       links: Network profile on which the predictions are based.
       ranks: Number of ranks.
-      knows_computation: True if the times of the forward and backward pass are known. Otherwise the
-        predictions are for a step without computation.
+      knows_computation: False if the predictions are for a step without computation.
       measured_s: Mean time in seconds of the steps that used the plan; `None` if no step was timed.
     """
 
@@ -111,12 +110,8 @@ class Forecast(Configured):
         found = [f"{slowdown:.2f} ({name})" for name, slowdown in timed.items() if slowdown != 1.0]
         if found:
             yield f"timed exchanges, relative to the predicted ones: {', '.join(found)}"
-        device = self.links.device
-        if device != "cpu" or self.ranks > MOST_RANKS:
-            yield (
-                "not validated: predictions have been compared with steps of up to "
-                f"{MOST_RANKS} ranks on CPUs, not of {self.ranks} on {device}"
-            )
+        if self.links.device != "cpu" or self.ranks > MOST_RANKS:
+            yield f"not validated: predictions were tested with up to {MOST_RANKS} ranks on CPUs"
 
 
 def forecasts_of(plan: Plan) -> list[Forecast]:

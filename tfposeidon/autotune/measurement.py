@@ -42,9 +42,6 @@ LEAST_S = 1e-7
 FLOW_MARGIN = 0.8
 """Share of the network's bandwidth above which a single connection counts as equally fast."""
 
-Work = Callable[[tf.Tensor], Any]
-Samples = dict[str, list[float]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
@@ -118,7 +115,7 @@ def measure(wire: Wire) -> NetworkProfile:
     """
     topology, begin_s = wire.topology, time.perf_counter()
     run = _Round(wire)
-    samples: Samples = defaultdict(list)
+    samples: dict[str, list[float]] = defaultdict(list)
     for number in range(MOST_ROUNDS):
         if number == GROWING_ROUNDS:
             begin_s = time.perf_counter()
@@ -212,18 +209,15 @@ class _Round:
         return collective(values, *splits, group, f"tp.links.{number}")
 
 
-def _product(vector: tf.Tensor) -> tf.Tensor:
-    matrix = tf.reshape(vector[: ROWS * SIDE], [ROWS, SIDE])
-    return tf.matmul(matrix, matrix, transpose_a=True)
-
-
-WORK: dict[str, Work] = {
+WORK: dict[str, Callable[[tf.Tensor], Any]] = {
     # Sum four vectors, as a shard owner does for four ranks.
     "sum": lambda vector: tf.add_n(tf.split(vector, 4)),
     "encode": functools.partial(ops.encode, wire_dtype="float16"),
     "select": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[0]),
     "select_many": lambda vector: ops.error_feedback_top_k(tf.zeros([ELEMENTS]), vector, PAIRS[1]),
-    "multiply": _product,
+    "multiply": lambda vector: tf.matmul(
+        rows := tf.reshape(vector[: ROWS * SIDE], [ROWS, SIDE]), rows, transpose_a=True
+    ),
 }
 """Local work to time, by kind."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,7 @@ BUCKET_FACTORS = (1, 1 / 4, 1 / 16, 4, 16, 64)
 """Bucket sizes to try, as multiples of the default; the first of equally good sizes is used."""
 CLOSE_WITHIN, MOST_CLOSE = 0.10, 3
 """Relative difference of predicted steps within which plans are timed, unless the network profile
-is more uncertain, and maximum number of these plans. Predicted exchanges have a median error of 7 %
-(docs/results/planning.md)."""
+is more uncertain, and maximum number of these plans. The median error of predictions is 7 %."""
 ROUNDS, LONGEST_TRIAL_S = 5, 6.0
 """Number of timed exchanges of each plan, and maximum predicted seconds of a trial."""
 
@@ -36,8 +34,6 @@ Trial = Callable[[Sequence[Plan]], Sequence[float]]
 
 _Plans = dict[tuple[str, int], Plan]
 """Different plans by the name of the candidate and the bucket size, beginning with the default."""
-
-_step_s = operator.attrgetter("step_s")
 
 
 class Tunable(Policy):
@@ -153,8 +149,10 @@ def _forecast(
         slowdowns = _slowdowns(plans, predictions, links, trial)
         predictions = _predicted(plans, links, timeline, slowdowns)
     # Use the first candidate, with its best bucket size, unless another wins by the margin.
-    default = min((one for one in predictions if one.name == predictions[0].name), key=_step_s)
-    best = min(predictions, key=_step_s)
+    default = min(
+        (one for one in predictions if one.name == predictions[0].name), key=lambda one: one.step_s
+    )
+    best = min(predictions, key=lambda one: one.step_s)
     margin = max((part.margin for part in parts), default=0.0)
     return Forecast(
         chosen=best if best.step_s <= (1 - margin) * default.step_s else default,
@@ -192,9 +190,9 @@ def _slowdowns(
 ) -> dict[str, float]:
     """Returns the ratio of timed to predicted seconds, by candidate; empty without a trial."""
     best: dict[str, Prediction] = {}
-    for one in sorted(predictions, key=_step_s):
+    for one in sorted(predictions, key=lambda one: one.step_s):
         best.setdefault(one.name, one)
-    limit_s = (1 + max(CLOSE_WITHIN, links.uncertainty)) * min(map(_step_s, predictions))
+    limit_s = (1 + max(CLOSE_WITHIN, links.uncertainty)) * min(one.step_s for one in predictions)
     close = [name for name, one in best.items() if one.step_s <= limit_s][:MOST_CLOSE]
     names = dict.fromkeys((*close, predictions[0].name))
     timed = [plans[name, best[name].bucket_bytes] for name in names]

@@ -188,8 +188,7 @@ def _train_with(scheme: str, model: Any, steps: int) -> dict[str, float]:
     import numpy as np
 
     import tfposeidon
-    from tfposeidon.autotune.choose_plan import TIMED_STEPS
-    from tfposeidon.autotune.comparison import UNTIMED_STEPS
+    from tfposeidon.autotune.comparison import TIMED_STEPS, UNTIMED_STEPS
     from tfposeidon.autotune.forecast import forecasts_of
     from tfposeidon.communication import runtime
     from tfposeidon.communication.wire import exchange_objects
