@@ -184,7 +184,9 @@ def readable(system):
     if system == "fit":
         return figures.style(system).label
     if system in WHOLE:
-        return f"fit of a small model, steps_per_execution={system.split()[1]}"
+        *_, steps = system.split()
+        name = "auto / all-reduce" if "auto" in system else "fit"
+        return f"{name}, small model, steps_per_execution={steps}"
     scheme, bucket_mib = system.rsplit(" ", 1)
     return f"{figures.style(scheme).label}, buckets of {bucket_mib} MiB"
 
