@@ -11,6 +11,7 @@ times are those of `benchmarks.scaling`. An interrupted run resumes.
 """
 
 import argparse
+import functools
 
 from benchmarks import figures, harness, scaling
 
@@ -144,7 +145,8 @@ def plot(cells, path):
 
 def main():
     options = parse_arguments()
-    harness.carry_out(options, planned(options), scaling.run, show, plot)
+    run = functools.partial(scaling.run, late=True)
+    harness.carry_out(options, planned(options), run, show, plot)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def run(start, load, **arguments):
         if load:
             busy = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(busy.kill)
-        return scaling.run(**arguments) | {"start": start, "load": load}
+        return scaling.run(**arguments, late=True) | {"start": start, "load": load}
 
 
 def compared(cells):

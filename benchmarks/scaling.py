@@ -140,8 +140,14 @@ def dilation_at(gbit):
     return 1.0 if gbit <= SLOW_GBIT else DILATION
 
 
-def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None, uneven=1.0):
-    """Measures systems on one model, at a bandwidth scaled by dilation and shrinking."""
+def run(
+    model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None, uneven=1.0, late=False
+):
+    """Measures systems on one model, at a bandwidth scaled by dilation and shrinking.
+
+    With `late`, the steps of all schemes are those of the epoch in which `auto` is measured,
+    because steps of later epochs take a few percent longer.
+    """
     shrink = SHRINK.get(model, 1)
     slower = dilation * shrink**2
     rate = gbit * 1e9 / slower
@@ -152,6 +158,7 @@ def run(model, layout, gbit, worker, systems, dilation, steps, flow_gbit=None, u
         "systems": systems,
         "steps": steps,
         "uneven": uneven,
+        "late": late,
     }
     task["warm_up"] = WARM_UP[worker]
     options = harness.cluster(layout, f"{rate / 1e3:.0f}kbit")

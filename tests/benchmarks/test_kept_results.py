@@ -139,8 +139,13 @@ def test_stored_commands_plan_the_stored_results(name, arguments, monkeypatch):
     elif name != "accuracy":
         planned = getattr(module, "planned", scaling.planned)(options)
         missing = planned.keys() - kept.keys()
-        # Most omitted parts were measured with one seed only, and variants were not measured.
-        later = {"dawnbench": r" part=(?!None).* seed=[12] ", "local_accuracy": "kind=variants"}
+        # Most omitted parts were measured with one seed only, and variants were not measured. Some
+        # cold starts were not repeated with fixed schemes, or not beside a busy core.
+        later = {
+            "dawnbench": r" part=(?!None).* seed=[12] ",
+            "local_accuracy": "kind=variants",
+            "cold_starts": "start=1[01] |=resnet50 .*load=True",
+        }
         assert all(name in later and re.search(later[name], cell) for cell in missing), missing
 
 
