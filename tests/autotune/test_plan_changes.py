@@ -235,11 +235,47 @@ def test_the_plan_with_shorter_steps_is_used(slower, is_updated, watches, wire):
     _check_turned(model, expected, wire)
 
 
+def test_updates_of_several_steps_are_compared_as_a_whole(wire):
+    """With gradient accumulation, most executions contain no exchange."""
+    model = parallel_layers()
+    optimizer = tp.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), scheme=Turning()
+    )
+    model.compile(optimizer, lambda _, outputs: keras.ops.mean(outputs, axis=-1))
+    with _turning(wire) as lines, planning(TURN_S=0.0, PAIRS=2):
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, _turning_data(8), wire)
+        TURNING[:] = [SLEEPING[0]]
+        _fit(model, _turning_data(160), wire)
+    assert {bucket.scheme.name for bucket in optimizer.plan.buckets} == {"allreduce"}, lines
+    same_on_all_ranks(model.get_weights(), wire)
+
+
 class Stop(keras.callbacks.Callback):
-    """Ends training after the first of several epochs."""
+    """Ends training after an epoch, by default the first."""
+
+    def __init__(self, epoch=0):
+        super().__init__()
+        self.epoch = epoch
 
     def on_epoch_end(self, epoch, logs=None):
-        self.model.stop_training = True
+        self.model.stop_training = epoch == self.epoch
+
+
+def test_a_stopped_comparison_leaves_no_dense_scheme(wire):
+    """The sparse scheme that flushed for a switch is sparse again in the next `fit`."""
+    data, model = _turning_data(9), _compiled(parallel_layers())
+    with _turning(wire), planning(TURN_S=0.0):
+        TURNING[:] = [tp.schemes.AllReduce()]
+        _fit(model, _turning_data(2), wire)
+        TURNING[:] = [SPARSE]
+        # Epochs: timing, the turn of the sparse scheme, the flush before the next turn.
+        _fit(model, data, wire, epochs=40, callbacks=[Watching(), Stop(2)])
+        assert model.optimizer.exchange.has_flushed
+        _fit(model, data, wire)
+    assert {bucket.scheme.name for bucket in model.optimizer.plan.buckets} == {"topk"}
+    assert not model.optimizer.exchange.has_flushed
+    same_on_all_ranks(model.get_weights(), wire)
 
 
 def test_a_pending_change_of_plan_continues_in_the_next_fit(wire):

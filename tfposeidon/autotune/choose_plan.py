@@ -11,20 +11,18 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from tfposeidon.autotune.comparison import TIMED_STEPS, UNTIMED_STEPS, Comparison
+from tfposeidon.autotune.comparison import CLOCKS_S, TIMED_STEPS, UNTIMED_STEPS, Comparison
 from tfposeidon.autotune.search import CLOSE_WITHIN
 from tfposeidon.autotune.simulation import Timeline
 from tfposeidon.checks import require_equal
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.exchange.observer import Done, clock_variable, time_after
-from tfposeidon.gradients import Description, GradientReader, of_tensorflow
+from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.training import session
 
 LEAST_GAIN = 3.0
 """Minimum time saved in the remaining steps, as a multiple of the time for tracing a step."""
-CLOCKS_S = 1e-4
-"""Approximate seconds per step for the clock ops, with the small model of `benchmarks.wrapper`."""
 LEAST_TRACE_S = 0.5
 """Minimum assumed seconds for tracing a step, because an earlier `fit` may have traced it."""
 
@@ -149,12 +147,13 @@ class ChoosePlan(keras.callbacks.Callback):
         calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
         self._calls = max(calls, default=1)
         self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
-        for times in self._step_times():
-            times.pause()
+        self._pause()
         self._comparison = self._active
         # A change of an earlier `fit` or run may be pending.
         if not self._active and any(one.planner.proposed for one in self._plans):
             self._comparison = Comparison(self._session, self._plans)
+        if not self._active:
+            self._end_flush()
         # A schedule may make plans tunable in a later epoch.
         if not self._active and len(self._timed) < len(self._undecided):
             self._watch()
@@ -163,7 +162,7 @@ class ChoosePlan(keras.callbacks.Callback):
 
     @override
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self._begin_s = time.perf_counter()
+        self._begin_s, self._comparison = time.perf_counter(), self._active
 
     @override
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -172,9 +171,7 @@ class ChoosePlan(keras.callbacks.Callback):
         if self._session.was_skipped or not (is_timing or comparison):
             return
         if comparison and not comparison.is_due:
-            # Wait for the GPU, on which ops are only queued.
-            tf.reshape(of_tensorflow(self.model.trainable_variables[-1]), [-1])[:1].numpy()
-            if comparison.add(time.perf_counter() - self._begin_s):
+            if comparison.add(self._begin_s):
                 self._continue()
             return
         self._steps += 1
@@ -214,6 +211,16 @@ class ChoosePlan(keras.callbacks.Callback):
         self._session.retrace()
         self._steps = 0
 
+    def _end_flush(self) -> None:
+        # After an interrupted comparison, a scheme would send whole gradients in each step.
+        for states in [e.states for plans in self._plans for e in plans.exchangers.values()]:
+            if states.exist and states.has_flushed:
+                states.reset()
+
+    def _pause(self) -> None:
+        for times in self._step_times():
+            times.pause()
+
     def _step_times(self) -> list[StepTimes]:
         exchangers = [e for one in self._optimizers for e in one.exchange.exchangers]
         return [e.observer for e in exchangers if isinstance(e.observer, StepTimes)]
@@ -245,6 +252,7 @@ class ChoosePlan(keras.callbacks.Callback):
         # join only the exchange that it has traced.
         if not (watches and self._batches) and not unsent:
             comparison.switch()
+            self._pause()
         elif not watches or 0 < left <= self._session.steps_until_exchange(self._optimizers):
             for states in unsent:
                 states.flush()

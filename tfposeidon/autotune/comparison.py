@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfposeidon.autotune.forecast import forecasts_of
 from tfposeidon.communication import runtime
@@ -23,6 +25,8 @@ PAIRS, TURN_S = 5, 0.25
 system, which last milliseconds, change no median."""
 LEAST_LEFT = 4
 """Minimum number of remaining steps, as a multiple of the steps of a comparison."""
+CLOCKS_S = 1e-4
+"""Approximate seconds per step for the clock ops, with the small model of `benchmarks.wrapper`."""
 
 
 class Comparison:
@@ -37,10 +41,10 @@ class Comparison:
         # A switch is due at first, and after each turn.
         self.is_due, self.has_ended = True, False
         # A turn has this number of executions, or lasts an epoch if that is `None`.
-        self._turns, self._executions, self._untimed = 0, None, 0
+        self._turns, self._executions, self._untimed, self._calls = 0, None, 0, 1
         # The seconds of each execution, by turn, and the other train function with its exchangers.
         self._times: list[list[float]] = []
-        self._waiting: tuple[Any, list[dict[Any, Exchanger]]] | None = None
+        self._waiting: Any = None
 
     def plan_turns(self, updates: float, calls: int, step_s: float, in_epoch: float) -> None:
         """Plans turns if enough `updates` are left, each of which has `calls` executions."""
@@ -52,6 +56,7 @@ class Comparison:
             turns, executions, length = 2 * PAIRS, calls * turn, steps * turn
         if LEAST_LEFT * turns * length <= updates:
             self._turns, self._executions, self._untimed = turns, executions, UNTIMED_STEPS * calls
+            self._calls = calls
 
     @property
     def is_active(self) -> bool:
@@ -87,12 +92,15 @@ class Comparison:
         self.has_ended = len(self._times) == self._turns
         self._times.append([])
 
-    def add(self, seconds: float) -> bool:
+    def add(self, begin_s: float) -> bool:
         """Records an execution; returns whether the turn is over before the epoch ends."""
+        # Wait for the GPU, on which ops are only queued.
+        for variable in [v for plans in self._plans for own in plans.lists for v in own][-1:]:
+            tf.reshape(variable, [-1])[:1].numpy()
         if self._untimed:
             self._untimed -= 1
             return False
-        self._times[-1].append(seconds)
+        self._times[-1].append(time.perf_counter() - begin_s)
         return len(self._times[-1]) == self._executions
 
     def end_turn(self) -> None:
@@ -102,14 +110,22 @@ class Comparison:
 
     def _waiting_are_faster(self) -> bool:
         """Returns whether steps with the updated plans are shorter; all ranks must call this."""
-        assert self._waiting is not None
-        # A rank without timed steps makes the result unknown, and the updated plans are used.
-        mine = [statistics.median(own) if own else math.nan for own in self._times]
+        # With gradient accumulation, ranks exchange gradients once in several executions.
+        per = self._calls
+        sums = [
+            [sum(own[i : i + per]) for i in range(0, len(own) - per + 1, per)]
+            for own in self._times
+        ]
+        mine = [statistics.median(own) if own else math.nan for own in sums]
         slowest = np.max(exchange_objects(mine, runtime.wire(), "tp.comparison"), axis=0)
         updated_s, previous_s = slowest.reshape(-1, 2).T
-        ratio = float(np.median(updated_s / previous_s))
+        clocks_s = CLOCKS_S * self._session.model.steps_per_execution
+        ratio = float(np.median(updated_s / (previous_s - clocks_s)))
         both = self._exchangers, self._waiting[1]
         previous, updated = _only(*both), _only(*both[::-1])
+        # A rank may have timed no step, and a function inside of the step may retain its plan.
+        if math.isnan(ratio) or not updated:
+            return True
         faster, slower = (previous, updated) if ratio > 1.0 else (updated, previous)
         names = [
             ", ".join(str(f.chosen) for e in own for f in forecasts_of(e.plan))

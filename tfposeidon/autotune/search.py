@@ -129,10 +129,13 @@ def _known(
 ) -> dict[str, Policy]:
     """Returns the candidates with known costs; the cost of a structure depends on its size."""
     unsized = [d for d in descriptions if d.structure and not d.structure.is_sized]
+    schemes = {d: {one.choose(d, topology).scheme for one in candidates.values()} for d in unsized}
+    # Ignore structures of unknown size that all candidates send with the same scheme.
+    differing = [d for d, found in schemes.items() if len(candidates) == 1 or len(found) > 1]
     return {
         name: policy
         for name, policy in candidates.items()
-        if not any(policy.choose(d, topology).scheme.reader for d in unsized)
+        if not any(policy.choose(d, topology).scheme.reader for d in differing)
     }
 
 
