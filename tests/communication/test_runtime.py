@@ -228,7 +228,7 @@ def test_check_reports_versions_sums_and_the_platform(capsys, monkeypatch):
     monkeypatch.setenv("PET_NNODES", "2")
     assert check.main(SimpleNamespace(ranks_per_node=None, network=None)) == 0
     said = capsys.readouterr().out
-    assert f"tensorflow    {tf.__version__}" in said
+    assert f"tensorflow        {tf.__version__}" in said
     assert "averages are correct on all 1 rank(s)" in said
     assert "TF_CONFIG: rank 0 of 1; TrainJob lacks PET_NODE_RANK" in said
     assert "separates jobs but is not secret" in said

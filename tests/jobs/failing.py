@@ -54,8 +54,8 @@ def stop_while_links_are_measured():
     """Stops rank 1 after its first timed round, while the other ranks continue."""
     enlarge = measurement._Round.enlarge
 
-    def stopping(self, times, samples):
-        enlarge(self, times, samples)
+    def stopping(self, times):
+        enlarge(self, times)
         if tp.rank() == 1:
             announce("links are measured")
             os.kill(os.getpid(), signal.SIGSTOP)
