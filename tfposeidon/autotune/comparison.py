@@ -52,7 +52,7 @@ class Comparison:
         turns, executions, length = 2, None, in_epoch
         if not self._session.watches_absence:
             steps = self._session.model.steps_per_execution
-            turn = max(1, math.ceil(TURN_S / max(step_s, 1e-4) / steps))
+            turn = max(1, math.ceil(TURN_S / max(step_s, CLOCKS_S) / steps))
             turns, executions, length = 2 * PAIRS, calls * turn, steps * turn
         if LEAST_LEFT * turns * length <= updates:
             self._turns, self._executions, self._untimed = turns, executions, UNTIMED_STEPS * calls
@@ -66,8 +66,10 @@ class Comparison:
     @property
     def unsent(self) -> list[SchemeStates]:
         """Scheme states of the plans in use whose residuals must be sent before a switch."""
-        changing = [one for plans in self._plans for one in plans.planner.changing(plans)]
-        found = _only(self._exchangers, self._waiting[1]) if self._waiting else changing
+        if self._waiting:
+            found = _only(self._exchangers, self._waiting[1])
+        else:
+            found = [one for plans in self._plans for one in plans.planner.changing(plans)]
         return [one.states for one in found if not one.states.has_flushed]
 
     @property

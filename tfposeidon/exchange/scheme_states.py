@@ -101,7 +101,7 @@ class SchemeStates:
                 variable.assign(value)
 
     def reset(self) -> None:
-        """Discards the state, so that a scheme that has sent its residuals starts anew."""
+        """Sets the state of all schemes to zero, which ends a flush."""
         for variable in itertools.chain(*self.variables):
             variable.assign(tf.zeros_like(variable))
 

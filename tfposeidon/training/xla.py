@@ -124,13 +124,14 @@ def _run_parts(function: Any, count: int, tensors: Sequence[Any]) -> Any:
     operations = [one for one in everything if one.name not in repeated]
     names = [x.name for x in whole.inputs]
     values = dict(zip(names, [*tensors, *whole.captured_inputs], strict=True))
+    definition = whole.graph.as_graph_def()
     for begin, end in itertools.pairwise(_bounds(operations, results[0], count)):
         part = operations[begin:end]
         later = wanted | {x.name for one in operations[end:] for x in one.inputs}
         outputs = [x for one in part for x in one.outputs if x.name in later]
         used = {x.op.name for one in part for x in one.inputs}
         part += [one for one in everything if one.name in used & repeated]
-        values |= _run_part(whole.graph, part, values, outputs)
+        values |= _run_part(definition, part, values, outputs)
     return tf.nest.map_structure(
         lambda x: x if x is None else values[x.name], results, expand_composites=True
     )
@@ -170,10 +171,10 @@ def _bounds(operations: Sequence[Any], gradients: Any, count: int) -> list[int]:
 
 
 def _run_part(
-    graph: Any, operations: Sequence[Any], values: dict[str, Any], outputs: Sequence[Any]
+    whole: Any, operations: Sequence[Any], values: dict[str, Any], outputs: Sequence[Any]
 ) -> dict[str, Any]:
     """Returns outputs of operations by name, which one compiled function computes from values."""
-    whole, names = graph.as_graph_def(), {one.name for one in operations}
+    names = {one.name for one in operations}
     part = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
     part.node.extend(node for node in whole.node if node.name in names)
     for node in part.node:
