@@ -17,4 +17,5 @@ def test_slow_probes_are_timed_until_their_variation_is_known(wire, monkeypatch)
     monkeypatch.setattr(measurement, "exchange_objects", noted)
     measurement.measure(wire)
     rounds = sum(".round_" in name for name in names)
-    assert rounds == measurement.GROWING_ROUNDS + 2
+    # The first round is not timed. If links are slow enough, no later round enlarges vectors.
+    assert 1 + 2 <= rounds <= measurement.GROWING_ROUNDS + 2

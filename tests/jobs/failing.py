@@ -55,10 +55,11 @@ def stop_while_links_are_measured():
     enlarge = measurement._Round.enlarge
 
     def stopping(self, times):
-        enlarge(self, times)
+        has_enlarged = enlarge(self, times)
         if tp.rank() == 1:
             announce("links are measured")
             os.kill(os.getpid(), signal.SIGSTOP)
+        return has_enlarged
 
     measurement._Round.enlarge = stopping
 

@@ -23,8 +23,6 @@ from tfposeidon.training import session
 
 LEAST_GAIN = 3.0
 """Minimum time saved in the remaining steps, as a multiple of the time for tracing a step."""
-LEAST_TRACE_S = 0.5
-"""Minimum assumed seconds for tracing a step, because an earlier `fit` may have traced it."""
 
 
 class Measured(NamedTuple):
@@ -120,7 +118,7 @@ class ChoosePlan(keras.callbacks.Callback):
         self._epoch = self._batches = self._batches_before = 0
         # `_steps` counts steps since timing began; timing ends after `_end` steps. Ranks exchange
         # gradients once every `_calls` steps.
-        self._steps, self._trace_s = 0, LEAST_TRACE_S
+        self._steps, self._trace_s = 0, 0.0
         self._optimizers: list[Any] = []
         self._comparison: Comparison | None = None
 
@@ -176,7 +174,7 @@ class ChoosePlan(keras.callbacks.Callback):
             return
         self._steps += 1
         if self._steps == 1:
-            self._trace_s = max(LEAST_TRACE_S, time.perf_counter() - self._begin_s)
+            self._trace_s = time.perf_counter() - self._begin_s
         if self._steps == UNTIMED_STEPS * self._calls:
             for times in self._step_times():
                 times.reset()

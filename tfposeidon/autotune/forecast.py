@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tfposeidon.communication.network_profile import NetworkProfile
 from tfposeidon.config import Configured
@@ -79,16 +78,8 @@ class Forecast(Configured):
         names = [str(one.chosen) for one in forecasts_of(plan)]
         return next((one for one in self.predictions if str(one) in names), self.predictions[0])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the predictions and the network profile as a dictionary for JSON."""
-        return asdict(self)
-
     def lines(self) -> Iterator[str]:
-        """Formats the forecast for the printed plan.
-
-        Yields:
-          Lines of text.
-        """
+        """Yields the lines of the forecast in the printed plan."""
         chosen, step_ms = self.chosen, 1e3 * self.chosen.step_s
         if self.knows_computation:
             yield (

@@ -23,12 +23,13 @@ from tfposeidon.exchange.observer import time_after
 from tfposeidon.schemes.stages import Operation, Transfer
 
 MOST_ROUNDS, GROWING_ROUNDS, BUDGET_S = 15, 3, 0.8
-"""Maximum number of rounds, number of untimed rounds that enlarge vectors, and seconds after which
-no third timed round starts."""
+"""Maximum number of rounds, and of untimed rounds that enlarge vectors, and seconds after which no
+third timed round starts."""
 SHORT_ROUNDS = 4
 """Number of times that a round repeats short probes, whose times are shorter and vary more."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
-"""Length of vectors that determine latencies; initial and maximum length for bandwidths."""
+"""Length of vectors that determine latencies; initial length, across nodes, and maximum length for
+bandwidths."""
 LONG_ENOUGH_S = 0.03
 """Minimum duration in seconds of a transfer that determines a bandwidth."""
 ELEMENTS, PAIRS, SIDE, ROWS = 2**20, (2**13, 2**17), 2048, 128
@@ -90,7 +91,7 @@ def probes_of(topology: Topology) -> list[Probe]:
     sums = _probe("rate.half", "all_reduce", "world", topology, MANY_ELEMENTS)
     found.append(replace(sums, dtype="float16"))
     if has_levels:
-        found.append(_probe("rate.node", "all_gather", "node", topology, MANY_ELEMENTS))
+        found.append(_probe("rate.node", "all_gather", "node", topology, MOST_ELEMENTS // 4))
     if has_nodes:
         # An all-to-all uses all connections between nodes; a ring of one rank per node uses one.
         found.append(_probe("rate.across", "all_to_all", "world", topology, MANY_ELEMENTS))
@@ -114,22 +115,20 @@ def measure(wire: Wire) -> NetworkProfile:
     The slowest rank determines the time of a round, and the lower quartile represents the rounds.
     """
     topology, begin_s = wire.topology, time.perf_counter()
-    run = _Round(wire)
-    samples: dict[str, list[float]] = defaultdict(list)
+    run, samples, timed_rounds = _Round(wire), defaultdict[str, list[float]](list), 0
     for number in range(MOST_ROUNDS):
-        if number == GROWING_ROUNDS:
-            begin_s = time.perf_counter()
         mine = [run(), time.perf_counter() - begin_s]
         everybody = exchange_objects(mine, wire, f"tp.links.round_{number}")
         slowest = np.max([own for own, _ in everybody], axis=0).tolist()
         # The first round also traces graphs and connects ranks.
-        if number < GROWING_ROUNDS:
-            run.enlarge(slowest)
+        if not timed_rounds and number < GROWING_ROUNDS and (run.enlarge(slowest) or not number):
+            begin_s = time.perf_counter()
             continue
+        timed_rounds += 1
         for name, seconds in zip(run.names, slowest, strict=True):
             samples[name].append(seconds)
         # Use rank 0's clock, so that all ranks stop at the same round.
-        if number > GROWING_ROUNDS and everybody[0][1] > BUDGET_S:
+        if timed_rounds > 1 and everybody[0][1] > BUDGET_S:
             break
     work = {kind: float(np.percentile(samples[kind], QUANTILE)) for kind in WORK}
     rates = rates_of(work, ELEMENTS, PAIRS, (ROWS, SIDE))
@@ -162,9 +161,9 @@ class _Round:
         lengths = tf.constant([probe.length for probe in self.probes], tf.int32)
         return self._function(lengths, self._vector)[0].numpy().tolist()
 
-    def enlarge(self, times: Sequence[float]) -> None:
-        """Enlarges the vectors of probes that are too fast."""
-        least_s: dict[str, float] = {}
+    def enlarge(self, times: Sequence[float]) -> bool:
+        """Enlarges the vectors of probes that are too fast; returns whether there were any."""
+        before, least_s = [*self.probes], dict[str, float]()
         for name, seconds in zip(self.names, times, strict=True):
             least_s[name] = min(seconds, least_s.get(name, seconds))
         for index, probe in enumerate(self.probes):
@@ -174,6 +173,7 @@ class _Round:
                 factor = min(8.0, max(2.0, LONG_ENOUGH_S / bytes_s))
                 length = min(MOST_ELEMENTS, round(factor * probe.length))
                 self.probes[index] = replace(probe, length=length)
+        return self.probes != before
 
     def _traced(self, lengths: tf.Tensor, vector: tf.Tensor) -> tuple[tf.Tensor, list[tf.Tensor]]:
         # Return all results, because TensorFlow prunes ops that only control dependencies use.

@@ -81,12 +81,9 @@ class AutoPlanner(Planner):
         decision = self._decisions.get(frozenset(one.path for one in descriptions))
         if decision is None:
             return self._choose(descriptions, timed=timed)
-        candidate, topology = self._candidates[decision.chosen.name], self._wire().topology
+        topology = self._wire().topology
+        candidate = candidates_of(self.policy, topology)[decision.chosen.name]
         return plan_of(decision, descriptions, candidate, topology, self._notes())
-
-    @property
-    def _candidates(self) -> dict[str, Policy]:
-        return candidates_of(self.policy, self._wire().topology)
 
     def measure_network(self) -> None:
         """Measures the network profile if it is needed and unknown; all ranks must call this."""
@@ -220,7 +217,8 @@ class AutoPlanner(Planner):
         )
         if differing:
             # Retain schemes with saved residuals, which only these schemes can send.
-            candidates = {} if {"scheme", "bucket_bytes"} & {*differing} else self._candidates
+            is_known = not {"scheme", "bucket_bytes"} & {*differing}
+            candidates = candidates_of(self.policy, wire.topology) if is_known else {}
             stateful = {name for name, policy in candidates.items() if policy.keeps_state}
             decisions = {p: one for p, one in decisions.items() if one.chosen.name in stateful}
             self.proposed = {}

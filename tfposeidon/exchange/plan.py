@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import keras
 import tensorflow as tf
@@ -118,13 +118,12 @@ class Bucket:
 
 
 class Forecast(Protocol):
-    """A planner's prediction for a plan, which is printed and saved with the plan."""
+    """A planner's prediction for a plan: a dataclass that is printed and saved with the plan."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the forecast in the printed plan."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the forecast as a dictionary for JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +205,7 @@ class Plan:
             "rank": self.topology.rank,
             "buckets": [self._bucket_to_dict(bucket) for bucket in self.buckets],
             "notes": self.notes,
-            "forecasts": [forecast.to_dict() for forecast in self.forecasts],
+            "forecasts": [*map(asdict, self.forecasts)],
         }
         return json.dumps(content, indent=2)
 
