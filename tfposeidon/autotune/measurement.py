@@ -26,8 +26,8 @@ MOST_ROUNDS, GROWING_ROUNDS, BUDGET_S = 15, 3, 0.8
 """Maximum number of rounds, and of untimed rounds that enlarge vectors, and seconds after which no
 third timed round starts."""
 SHORT_ROUNDS = 2
-"""Number of times that a round repeats short probes, whose times are shorter and vary more. On 2 x 2
-ranks with two cores, four repetitions take 25 to 37 % longer, and latencies vary as much."""
+"""Number of times that a round repeats short probes, whose times are shorter and vary more. With 2 x
+2 ranks on two cores, four times take 22 to 37 % longer, and latencies vary as much."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
 """Length of vectors that determine latencies; initial length, across nodes, and maximum length for
 bandwidths."""
