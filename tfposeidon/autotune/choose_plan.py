@@ -22,7 +22,8 @@ from tfposeidon.gradients import Description, GradientReader
 from tfposeidon.training import session
 
 LEAST_GAIN = 3.0
-"""Minimum time saved in the remaining steps, as a multiple of the time for tracing a step."""
+"""Minimum time saved in the remaining steps, as a multiple of the time for tracing a step, so that
+a change that saves nothing costs at most a third of the predicted saving."""
 
 
 class Measured(NamedTuple):
@@ -70,9 +71,8 @@ class StepTimes:
         replicated: Collection[Any],
     ) -> Done:
         """Reads the clock after the first and last gradient, and after all averaged gradients."""
-        sizes = tf.zeros([len(gradients)])
-        if self._reader is not None:
-            sizes = self._reader.sizes(gradients, descriptions, replicated)
+        read = self._reader.sizes if self._reader else lambda *_: tf.zeros([len(gradients)])
+        sizes = read(gradients, descriptions, replicated)
         # Backpropagation computes the gradient of the last variable first.
         present = [gradient for gradient in sent if gradient is not None]
         first_s, ready_s = time_after(present[-1:]), time_after(sent)
@@ -142,8 +142,7 @@ class ChoosePlan(keras.callbacks.Callback):
         self._session = session.of(self.model)
         self._optimizers = self._session.optimizers
         # With gradient accumulation, ranks exchange gradients once in several steps.
-        calls = [one.gradient_accumulation_steps or 1 for one in self._optimizers]
-        self._calls = max(calls, default=1)
+        self._calls = max((o.gradient_accumulation_steps or 1 for o in self._optimizers), default=1)
         self._end = (UNTIMED_STEPS + TIMED_STEPS) * self._calls
         self._pause()
         self._comparison = self._active

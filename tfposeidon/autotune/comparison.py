@@ -24,7 +24,8 @@ PAIRS, TURN_S = 5, 0.25
 """Number of turns of each plan, and minimum seconds of a turn, so that pauses of the operating
 system, which last milliseconds, change no median."""
 LEAST_LEFT = 4
-"""Minimum number of remaining steps, as a multiple of the steps of a comparison."""
+"""Minimum number of remaining steps, as a multiple of the steps of a comparison. Half of these use
+the slower plan, so it is used for at most an eighth of the steps."""
 CLOCKS_S = 1e-4
 """Approximate seconds per step for the clock ops, with the small model of `benchmarks.wrapper`."""
 

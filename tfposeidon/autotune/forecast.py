@@ -23,8 +23,7 @@ class Prediction(Configured):
       bucket_bytes: Size in bytes up to which the plan fuses gradients.
       step_s: Seconds of the step.
       compute_s: Seconds of the forward and backward pass.
-      slowdown: Time of the plan's exchanges in a timed trial, as a multiple of the predicted time;
-        1 without a trial.
+      slowdown: Factor on the predicted time of exchanges, from a timed trial; 1 without a trial.
     """
 
     name: str

@@ -26,8 +26,8 @@ MOST_ROUNDS, GROWING_ROUNDS, BUDGET_S = 15, 3, 0.8
 """Maximum number of rounds, and of untimed rounds that enlarge vectors, and seconds after which no
 third timed round starts."""
 SHORT_ROUNDS = 2
-"""Number of times that a round repeats short probes, whose times are shorter and vary more. With 2 x
-2 ranks on two cores, four times take 22 to 37 % longer, and latencies vary as much."""
+"""Number of times that a round repeats short probes, whose times are shorter and vary more. On two
+cores with 2 x 2 ranks, four times take 22 to 37 % longer, and latencies vary as much."""
 FEW_ELEMENTS, MANY_ELEMENTS, MOST_ELEMENTS = 2**8, 2**15, 2**23
 """Length of vectors that determine latencies; initial length, across nodes, and maximum length for
 bandwidths."""
@@ -111,10 +111,7 @@ def _probe(name: str, operation: Operation, kind: str, topology: Topology, lengt
 
 
 def measure(wire: Wire) -> NetworkProfile:
-    """Measures the network profile of a job, equal on all ranks, which must all call this.
-
-    The slowest rank determines the time of a round, and the lower quartile represents the rounds.
-    """
+    """Measures the network profile of a job on its slowest ranks; all ranks must call this."""
     topology, begin_s = wire.topology, time.perf_counter()
     run, samples, timed_rounds = _Round(wire), defaultdict[str, list[float]](list), 0
     for number in range(MOST_ROUNDS):
@@ -224,10 +221,7 @@ WORK: dict[str, Callable[[tf.Tensor], Any]] = {
 
 
 def estimate_links(
-    probes: Sequence[Probe],
-    samples: Mapping[str, Sequence[float]],
-    topology: Topology,
-    rates: Rates,
+    probes: Sequence[Probe], samples: Mapping[str, list[float]], topology: Topology, rates: Rates
 ) -> NetworkProfile:
     """Fits a network profile to `samples`: seconds of the slowest rank in each round, by probe."""
     times = {p.name: float(np.percentile(samples[p.name], QUANTILE)) for p in probes}

@@ -39,9 +39,6 @@ from tfposeidon.schemes import AllReduce, AllToAll, HiTopK, Scheme, TopK, Torus2
 WRONG_BY = 0.25
 """Relative error of a predicted step time above which the planner logs both times: the 90th
 percentile of the errors of predicted exchanges is 24 % (docs/results/planning.md)."""
-
-COMPARED = ("scheme", "bucket_bytes", "nodes", "network")
-"""Values of a snapshot that must equal those of the job; otherwise plans are computed again."""
 COMPRESSION, DENSITY = ("fp16", "topk"), 0.01
 """Kinds of compression, and the default density of sparse schemes."""
 
@@ -209,7 +206,8 @@ class AutoPlanner(Planner):
         if is_same_layout and links.hosts == measurement.hosts_of(wire):
             runtime.set_network_profile(links, measures=True)
             own["network"] = saved["network"]
-        differing = [name for name in COMPARED if own[name] != saved[name]]
+        compared = "scheme", "bucket_bytes", "nodes", "network"
+        differing = [name for name in compared if own[name] != saved[name]]
         deserialize = keras.saving.deserialize_keras_object
         decisions, self.proposed = (
             {frozenset(paths): one for paths, found in deserialize(saved[key]) for one in found}

@@ -167,25 +167,21 @@ def _forecast(
 
 
 def _predicted(
-    plans: _Plans,
-    links: NetworkProfile,
-    timeline: Timeline | None,
-    slowdowns: Mapping[str, float],
+    plans: _Plans, links: NetworkProfile, timeline: Timeline | None, slowdowns: Mapping[str, float]
 ) -> list[Prediction]:
     # The slowdown of a scheme applies to all its bucket sizes. Candidates without a trial must not
     # win by a more optimistic prediction.
     of_others = max([1.0, *slowdowns.values()])
-    predictions = []
-    for (name, size), plan in plans.items():
-        found = Prediction(
+    return [
+        Prediction(
             name=name,
             bucket_bytes=size,
             step_s=predict(plan, links, timeline, slowdowns.get(name, of_others)),
             compute_s=timeline.compute_s if timeline else 0.0,
             slowdown=slowdowns.get(name, 1.0),
         )
-        predictions.append(found)
-    return predictions
+        for (name, size), plan in plans.items()
+    ]
 
 
 def _slowdowns(
@@ -229,10 +225,7 @@ def predict(
 
 
 def timed_exchanges(plans: Sequence[Plan], wire: Wire) -> list[float]:
-    """Times exchanges of the same variables without computation; all ranks must call this.
-
-    Returns for each plan the median over rounds of the slowest rank's seconds.
-    """
+    """Returns median seconds of each plan's exchanges on the slowest rank; all must call this."""
     with tf.init_scope():
         zeros = Zeros()
         runs = [_exchange_of(plan, wire, zeros, f"tp.trial_{i}") for i, plan in enumerate(plans)]

@@ -173,8 +173,7 @@ def fusion_bytes_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 _Event = tuple[float, int, Sequence[StageTime]]
-"""Seconds at which a bucket reaches its next stage, a number that breaks ties, and its remaining
-stages."""
+"""Seconds of a bucket's next stage, a number that breaks ties, and the remaining stages."""
 
 
 def simulate(
