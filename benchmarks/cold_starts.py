@@ -4,8 +4,9 @@
     python -m benchmarks.cold_starts --full    # also while a process keeps a core busy; 1 hour
 
 Each start measures the network, decides, and then times five steps with the chosen scheme. Steps
-and times are those of `benchmarks.scaling`. All fixed schemes are measured in two more jobs. An
-interrupted run resumes.
+and times are those of `benchmarks.scaling`. All fixed schemes are measured in two more jobs. Beside
+a busy core, short steps vary by 10 % between jobs, so these starts also measure a fixed scheme
+(`REFERENCE`). An interrupted run resumes.
 """
 
 import argparse
@@ -24,6 +25,8 @@ CELLS = (
     ("googlenet", "2x2", 2.0, None),
     ("resnet50", "2x2", 25.0, 5.0),
 )
+REFERENCE = {"resnet50_96": "allreduce", "resnet50": "torus2d"}
+"""Fixed scheme that starts beside a busy core also measure, by model."""
 COMMON = {"dilation": None, "steps": 5, "cells": CELLS, "starts": 10}
 SHORT, FULL = COMMON | {"loads": [False]}, COMMON | {"loads": [False, True]}
 SMALLEST = FULL | scaling.SMALLEST | {"starts": 1, "cells": [("alexnet", "2x1", 10.0, None)]}
@@ -45,7 +48,8 @@ def planned(options):
     for (model, layout, gbit, flow_gbit), load in itertools.product(options.cells, options.loads):
         cell = {"models": [model], "layouts": [layout], "gbits": [gbit], "flow_gbit": flow_gbit}
         for start in range(options.starts + FIXED_RUNS):
-            systems = ["auto"] if start < options.starts else [*auto.FIXED]
+            both = ["auto", *([REFERENCE[model]] if load and model in REFERENCE else [])]
+            systems = both if start < options.starts else [*auto.FIXED]
             own = vars(options) | cell | {"systems": systems}
             for key, arguments in scaling.planned(argparse.Namespace(**own)).items():
                 more = {"start": start, "load": load}
@@ -67,26 +71,43 @@ def compared(cells):
     for cell in cells.values():
         groups[scaling.group(cell), cell["load"]].append(cell)
     for (case, load), found in groups.items():
-        starts = [cell["systems"]["auto"] for cell in found if "auto" in cell["systems"]]
-        steps_s = [statistics.median(one["step_s"]) for one in starts]
-        choices = collections.Counter(one["chose"] for one in starts)
+        starts = [cell["systems"] for cell in found if "auto" in cell["systems"]]
+        if not starts:
+            continue
+        fixed = [cell["systems"] for cell in found if "auto" not in cell["systems"]]
+        steps_s = [step_s(one, "auto") for one in starts]
+        choices = collections.Counter(one["auto"]["chose"] for one in starts)
         ((usual, _),) = choices.most_common(1)
-        pairs = list(zip(starts, steps_s, strict=True))
-        usual_s = statistics.median(s for one, s in pairs if one["chose"] == usual)
-        times = collections.defaultdict(list)
-        for cell, name in itertools.product(found, auto.FIXED):
-            times[name] += cell["systems"].get(name, {}).get("step_s", [])
-        best_s = min((statistics.median(found) for found in times.values() if found), default=None)
+        is_usual = [one["auto"]["chose"] == usual for one in starts]
+        usual_s = statistics.median(itertools.compress(steps_s, is_usual))
         yield {
             "case": case,
             "load": load,
             "choices": choices,
-            "steps_s": steps_s,
-            "usual_s": usual_s,
-            "best_s": best_s,
-            "near": sum(one["chose"] == usual or s <= (1 + NEAR) * usual_s for one, s in pairs),
-            "good": best_s and sum(s <= (1 + BEST) * best_s for s in steps_s),
+            "ratios": [ratio for one in starts for ratio in ratios(one, fixed)],
+            "near": sum(
+                one or s <= (1 + NEAR) * usual_s for one, s in zip(is_usual, steps_s, strict=True)
+            ),
         }
+
+
+def step_s(systems, name):
+    """Returns the median seconds of the steps of one system of a job."""
+    return statistics.median(systems[name]["step_s"])
+
+
+def ratios(start, fixed):
+    """Yields the step after a start relative to the best fixed scheme, if jobs measured these."""
+    if not fixed:
+        return
+    times_s = {
+        name: statistics.median(step_s(one, name) for one in fixed if "step_s" in one[name])
+        for name in auto.FIXED
+    }
+    reference = next((name for name in start if name != "auto"), None)
+    # Relate times within a job, and schemes by the jobs that measured all of them.
+    scale = step_s(start, reference) / times_s[reference] if reference else 1.0
+    yield step_s(start, "auto") / (scale * min(times_s.values()))
 
 
 def show(cells):
@@ -103,8 +124,9 @@ def show(cells):
     table = []
     for row in compared(cells):
         choices = "; ".join(f"{count} x {name}" for name, count in row["choices"].most_common())
-        count, case = len(row["steps_s"]), row["case"]
-        good = "" if row["good"] is None else f"{row['good']} of {count}"
+        count, case = row["choices"].total(), row["case"]
+        good = sum(ratio <= 1 + BEST for ratio in row["ratios"])
+        good = f"{good} of {count}" if row["ratios"] else ""
         load = "one core" if row["load"] else "none"
         near = f"{row['near']} of {count}"
         table.append((case.model, case.network, load, choices, near, good))
@@ -113,14 +135,13 @@ def show(cells):
 
 def plot(cells, path):
     """Plots the step time of each start: a row of points per configuration and load."""
-    found = [row for row in compared(cells) if row["best_s"]]
+    found = [row for row in compared(cells) if row["ratios"]]
 
     def draw(figure, axes):
         (axis,) = axes
         for height, row in enumerate(found):
-            points = [step_s / row["best_s"] for step_s in row["steps_s"]]
             look = figures.line("auto") | {"linestyle": "", "markersize": 8, "alpha": 0.6}
-            axis.plot(points, [height] * len(points), **look)
+            axis.plot(row["ratios"], [height] * len(row["ratios"]), **look)
         names = [
             f"{figures.MODELS.get(row['case'].model, row['case'].model)}, {row['case'].network},\n"
             f"{'one core busy' if row['load'] else 'no other load'}"
