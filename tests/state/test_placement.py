@@ -21,9 +21,9 @@ from tfposeidon.state import snapshots
 from tfposeidon.state.placement import (
     Placement,
     another_seed,
-    entries_of_layers,
     is_seed,
     placement_outside_variables,
+    placements_of_layers,
     seeds_of_layers,
 )
 
@@ -129,7 +129,7 @@ def _recurrent(optimizer, dropout=0.0):
 
 
 def _state(model, *placements):
-    return [one.value for one in entries_of_layers(model) if one.placement in placements]
+    return [v for v, placement in placements_of_layers(model) if placement in placements]
 
 
 def _names(variables):

@@ -42,15 +42,6 @@ class Placement(enum.StrEnum):
     SHARDED = "sharded"
 
 
-@dataclass(frozen=True)
-class StateEntry:
-    """One piece of a model's state: a variable, or a layer with state outside of variables."""
-
-    name: str
-    value: Any
-    placement: Placement
-
-
 # ------------------------------------------------------------------ state of layers
 
 
@@ -93,13 +84,13 @@ def register(layer: type, placement: Placement | str | Callable[[Any], Placed]) 
     _registered[layer] = placement
 
 
-def placed(pairs: Placed) -> list[StateEntry]:
-    # A `tf.Variable` has no `path`.
-    return [StateEntry(getattr(v, "path", None) or v.name, v, _checked(p)) for v, p in pairs]
+def placed(pairs: Placed) -> list[tuple[Any, Placement]]:
+    """Returns pairs of variable and placement; raises `ValueError` for an unknown placement."""
+    return [(variable, _checked(placement)) for variable, placement in pairs]
 
 
-def entries_of_layers(model: Any) -> list[StateEntry]:
-    """Returns the state of all built layers, each variable once, in the same order on all ranks."""
+def placements_of_layers(model: Any) -> list[tuple[Any, Placement]]:
+    """Returns all variables of built layers, each once, in the same order on all ranks."""
     found: dict[int, tuple[Any, Placement | str]] = {}
     for layer in model._flatten_layers():
         for variable, placement in _state_of(layer):

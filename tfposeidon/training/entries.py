@@ -29,12 +29,11 @@ from tfposeidon.gradients import of_tensorflow
 from tfposeidon.state.placement import (
     Placement,
     StateDescription,
-    StateEntry,
     another_seed,
     by_dtype,
-    entries_of_layers,
     placed,
     placement_outside_variables,
+    placements_of_layers,
     seeds_of_layers,
 )
 from tfposeidon.training import session
@@ -61,21 +60,6 @@ def held_optimizers(model: Any) -> list[Any]:
 def optimizers(model: Any) -> list[Any]:
     """Returns `held_optimizers`, with loss scales around communicating optimizers removed."""
     return [session.without_loss_scale(held) for held in held_optimizers(model)]
-
-
-def entries(model: Any) -> list[StateEntry]:
-    """Returns all state of a model, without `parts`, in the same order on all ranks."""
-    replicated = list(model.trainable_variables)
-    for held in held_optimizers(model):
-        optimizer = session.without_loss_scale(held)
-        replicated += (optimizer if _has_own_inner(optimizer) else held).variables
-    callbacks = session.of(model).callbacks_with_state.values()
-    return [
-        *placed([(variable, Placement.REPLICATED) for variable in replicated]),
-        *entries_of_layers(model),
-        *placed([pair for callback in callbacks for pair in callback.state()]),
-        *_outside_variables(model),
-    ]
 
 
 def _has_own_inner(optimizer: Any) -> bool:
@@ -112,12 +96,18 @@ def of_train_step(model: Any) -> list[Any]:
 
 
 def variables_of(model: Any, *placements: Placement) -> list[Any]:
-    """Returns the variables with one of these placements."""
-    return [
-        entry.value
-        for entry in entries(model)
-        if entry.placement in placements and not isinstance(entry.value, keras.layers.Layer)
+    """Returns variables with these placements, without `parts`, in the same order on all ranks."""
+    replicated = list(model.trainable_variables)
+    for held in held_optimizers(model):
+        optimizer = session.without_loss_scale(held)
+        replicated += (optimizer if _has_own_inner(optimizer) else held).variables
+    callbacks = session.of(model).callbacks_with_state.values()
+    pairs = [
+        *((variable, Placement.REPLICATED) for variable in replicated),
+        *placements_of_layers(model),
+        *placed(pair for callback in callbacks for pair in callback.state()),
     ]
+    return [variable for variable, placement in pairs if placement in placements]
 
 
 def statistics_of(model: Any, optimizer: Any) -> list[Any]:
@@ -247,26 +237,16 @@ def difference(
 # ------------------------------------------------------------------ state outside of variables
 
 
-def _outside_variables(model: keras.Model) -> list[StateEntry]:
-    """Returns the layers with state outside of variables, including layers of inner models."""
-    known = (keras.layers.Normalization, keras.layers.Discretization, *_LOOKUPS)
-    return [
-        # Include the index in names, because several layers may have the same name.
-        StateEntry(f"{index}.{layer.name}", layer, placement_outside_variables(layer))
-        for index, layer in enumerate(model._flatten_layers())
-        # The model's layers include the lookup layer inside `TextVectorization`, with its state.
-        if not isinstance(layer, keras.layers.TextVectorization)
-        and (isinstance(layer, known) or hasattr(layer, "save_assets") or _tables(layer))
-    ]
-
-
 def read_layers(model: keras.Model, *placements: Placement) -> LayerState:
     """Returns layer state that is outside of variables and has one of these placements."""
     return {
-        f"{entry.name}.{name}": value
-        for entry in _outside_variables(model)
-        if entry.placement in placements
-        for name, value in _read(entry.value).items()
+        # Include the index, because several layers may have the same name.
+        f"{index}.{layer.name}.{name}": value
+        for index, layer in enumerate(model._flatten_layers())
+        # The model's layers include the lookup layer inside `TextVectorization`, with its state.
+        if not isinstance(layer, keras.layers.TextVectorization)
+        and placement_outside_variables(layer) in placements
+        for name, value in _read(layer).items()
     }
 
 
@@ -329,7 +309,7 @@ def _read(layer: Any) -> LayerState:
         return _read_lookup(layer)
     if hasattr(layer, "save_assets"):
         return _read_files(layer)
-    return {name: _pairs(table) for name, table in _tables(layer).items()}
+    return {name: _pairs(v) for name, v in vars(layer).items() if isinstance(v, _TABLES)}
 
 
 def _assign(layer: Any, values: LayerState) -> None:
@@ -393,10 +373,6 @@ def _assign_files(layer: Any, values: LayerState) -> None:
             path.write_bytes(values["content"][start : start + size].tobytes())
             start += int(size)
         layer.load_assets(folder)
-
-
-def _tables(layer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(layer).items() if isinstance(value, _TABLES)}
 
 
 def _pairs(table: Any) -> np.ndarray:
