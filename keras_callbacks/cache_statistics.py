@@ -48,9 +48,8 @@ class CacheStatistics(RankCallback):
         own = {name: count - self._before[name] for name, count in counts.items()}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.cache")
         total = {name: sum(rank[name] for rank in ranks) for name in own}
-        logs["cache_hits"] = total["memory_hits"] / max(
-            1, total["memory_hits"] + total["memory_misses"]
-        )
+        hits = total["memory_hits"]
+        logs["cache_hits"] = hits / max(1, hits + total["memory_misses"])
         logs["cache_source_megabytes"] = total["source_bytes"] / 1e6
         # Ranks wait concurrently, so the mean is meaningful and the sum is not.
         logs["cache_wait_s"] = total["wait_s"] / len(ranks)

@@ -20,8 +20,7 @@ from keras_callbacks.rank_callback import RankCallback
 from tfposeidon import checks
 from tfposeidon.communication import runtime
 from tfposeidon.communication.wire import exchange_objects
-from tfposeidon.exchange import replicas
-from tfposeidon.exchange.replicas import first_different_variable, variables_as_json
+from tfposeidon.exchange.replicas import describe_any, first_different_variable, variables_as_json
 from tfposeidon.gradients import indices_of, of_tensorflow
 from tfposeidon.optimizers.wrapper import leaves
 from tfposeidon.schemes.names import register_all
@@ -37,7 +36,6 @@ from tfposeidon.state.placement import (
 )
 from tfposeidon.state.snapshots import Snapshot, SnapshotError, assign_values, mismatch, values_of
 from tfposeidon.training import entries, session
-from tfposeidon.training.entries import replicated_variables, variables_of
 
 _OWN = (Placement.AVERAGED, Placement.LOCAL, Placement.PARTIAL)
 """Placements of the state that each rank saves separately."""
@@ -210,7 +208,7 @@ class Checkpoint(RankCallback):
         with self._session.global_weights():
             pairs = list(entries.parts(self.model))
             own = {
-                **{one: values_of(variables_of(self.model, one)) for one in _OWN},
+                **{one: values_of(entries.variables_of(self.model, one)) for one in _OWN},
                 # Between epochs, metrics are not saved: Keras resets them when an epoch starts.
                 "metric": values_of(self.model.metrics_variables if batches else []),
                 "sum": values_of([variable for variable, _ in pairs]),
@@ -220,11 +218,11 @@ class Checkpoint(RankCallback):
             shared: snapshots.Arrays = {}
             if self._wire.topology.rank == 0:
                 shared = self._layers(Placement.REPLICATED)
-                shared["shared"] = values_of(replicated_variables(self.model))
+                shared["shared"] = values_of(entries.replicated_variables(self.model))
             self._files.start(meta, shared, own)
 
     def _variables(self) -> list[list[Any]]:
-        return variables_as_json(replicas.describe_any(replicated_variables(self.model)))
+        return variables_as_json(describe_any(entries.replicated_variables(self.model)))
 
     def _layers(self, placement: Placement) -> snapshots.Arrays:
         found = entries.read_layers(self.model, placement)
@@ -274,7 +272,7 @@ class Checkpoint(RankCallback):
                 'shuffle=False to fit, or use Checkpoint(..., resume="epoch").',
                 batches,
             )
-        assign_values(replicated_variables(self.model), snapshot.shared["shared"])
+        assign_values(entries.replicated_variables(self.model), snapshot.shared["shared"])
         own = self._assign_own(snapshot)
         arrays = snapshot.shared | snapshot.own.get(self._wire.topology.rank, {})
         layers = {k.removeprefix(_LAYER): v[0] for k, v in arrays.items() if k.startswith(_LAYER)}
@@ -310,15 +308,12 @@ class Checkpoint(RankCallback):
                 )
 
     def _assign_own(self, snapshot: Snapshot) -> snapshots.Arrays:
-        """Restores the state of this rank's layers, and returns the rank's arrays in the snapshot.
-
-        A rank that the saved job did not have uses the averaged state of another rank, retains its
-        recurrent states, and receives seeds that no other rank has. If the layout of ranks has
-        changed, rank 0 receives the sum of partial state.
-        """
+        """Restores the state of this rank's layers, and returns the rank's saved arrays."""
+        # A rank that the saved job did not have uses the averaged state of another rank, retains
+        # its recurrent states, and receives seeds that no other rank has.
         rank, saved = self._wire.topology.rank, snapshot.own
         own = saved[rank] if rank in saved else next(iter(saved.values()))
-        averaged, local, partial = (variables_of(self.model, one) for one in _OWN)
+        averaged, local, partial = (entries.variables_of(self.model, one) for one in _OWN)
         assign_values(averaged, own["averaged"])
         if rank in saved:
             assign_values(local, own["local"])
@@ -403,8 +398,7 @@ class Checkpoint(RankCallback):
                 # Compare classes, because other optimizers may have state of the same shapes.
                 found = f"{', '.join(before)} in {self.folder}, {', '.join(now)} in the model"
                 raise mismatch(found)
-        difference = first_different_variable(snapshot.meta["variables"], self._variables())
-        if difference:
+        if difference := first_different_variable(snapshot.meta["variables"], self._variables()):
             index, saved, built = difference
             raise mismatch(f"variable {index}: {saved} in {self.folder}, {built} in the model")
 

@@ -38,6 +38,5 @@ class GatherState(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         for optimizer in optimizers(self.model):
             # Other optimizers hold their whole state on each rank.
-            gather = getattr(optimizer, "gather_state", None)
-            if gather is not None:
-                gather(self.rank)
+            if hasattr(optimizer, "gather_state"):
+                optimizer.gather_state(self.rank)

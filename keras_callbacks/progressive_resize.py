@@ -251,8 +251,7 @@ class ProgressiveResize(LearningRateSchedule):
         """Sets the optimizer's settings, and releases the traced step of the previous phase."""
         self._phase = phase
         for name in ("momentum", "weight_decay"):
-            value = getattr(phase, name)
-            if value is not None:
+            if (value := getattr(phase, name)) is not None:
                 _set(innermost(self.optimizer), name, value)
         session.of(self.model).retrace()
         # Graphs contain reference cycles, so only the garbage collector releases their memory.
@@ -277,12 +276,10 @@ def _completed(phases: Sequence[Phase]) -> tuple[Phase, ...]:
     """Returns phases with their first epochs, and with omitted settings from earlier phases."""
     found: list[Phase] = []
     for phase in phases:
-        changes: dict[str, Any] = {"first_epoch": 0}
-        if found:
-            omitted = [name for name in _RETAINED if getattr(phase, name) is None]
-            changes = {name: getattr(found[-1], name) for name in omitted}
-            changes["first_epoch"] = found[-1].end_epoch
-        found.append(dataclasses.replace(phase, **changes))
+        omitted = [name for name in _RETAINED if found and getattr(phase, name) is None]
+        retained: dict[str, Any] = {name: getattr(found[-1], name) for name in omitted}
+        first_epoch = found[-1].end_epoch if found else 0
+        found.append(dataclasses.replace(phase, first_epoch=first_epoch, **retained))
     if not found:
         raise ValueError(
             f"`phases` must contain at least one phase. Received: phases={phases!r}. Add a "
@@ -311,8 +308,7 @@ def _set(optimizer: Any, name: str, value: float) -> None:
     """Sets an attribute that the optimizer reads while a step is traced."""
     before = getattr(optimizer, name, None)
     # Keras creates velocities when an optimizer is built, and only if it has momentum.
-    is_possible = before is not None and (name != "momentum" or bool(before) == bool(value))
-    if not is_possible:
+    if before is None or (name == "momentum" and bool(before) != bool(value)):
         raise ValueError(
             f"A phase can set `{name}` only if the optimizer was created with it. "
             f"Received: {name}={value} for {type(optimizer).__name__} with {name}={before}. "

@@ -63,8 +63,6 @@ class SchemeSchedule(keras.callbacks.Callback):
                 f"schedule={self.schedule}. Omit momentum from the schemes, and set it in the "
                 "optimizer."
             )
-        self._optimizers: list[Any] = []
-        self._epoch = self._batches = self._batches_before = 0
         # This is True from the request to send all residuals until the scheme changes.
         self._is_flushing = False
 
@@ -140,14 +138,7 @@ class SchemeSchedule(keras.callbacks.Callback):
 
 
 def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
-    """Raises an error if a callback follows a `Checkpoint` that has resumed the model.
-
-    Args:
-      callback: The callback, at the start of training.
-
-    Raises:
-      ValueError: If the model has already resumed.
-    """
+    """Raises `ValueError` if a callback follows a `Checkpoint` that has resumed the model."""
     if session.of(callback.model).is_resumed:
         raise ValueError(
             f"{type(callback).__name__} must come before Checkpoint in the list of callbacks. "

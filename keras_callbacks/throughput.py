@@ -11,7 +11,6 @@ from keras_callbacks.rank_callback import RankCallback
 from tfposeidon.communication.wire import exchange_objects
 from tfposeidon.training import session
 from tfposeidon.training.global_metrics import samples_seen
-from tfposeidon.training.session import optimizers_of
 
 
 class Throughput(RankCallback):
@@ -40,17 +39,15 @@ class Throughput(RankCallback):
     >>> callbacks = [keras_callbacks.Throughput(), keras.callbacks.TensorBoard()]
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        # `_begin` has the totals after the first step of the epoch, `_last_s` is the time at which
-        # the last step ended, and `_increase` is the increase of the totals in between.
-        self._begin: dict[str, float] | None = None
-        self._last_s: float | None = None
-        self._increase: dict[str, float] | None = None
+    # `_begin` has the totals after the first step of the epoch, `_last_s` is the time at which the
+    # last step ended, and `_increase` is the increase of the totals in between.
+    _begin: dict[str, float] | None = None
+    _last_s: float | None = None
+    _increase: dict[str, float] | None = None
 
     @override
     def on_train_begin(self, logs: Any = None) -> None:
-        untimed = [one for one in optimizers_of(self.model) if not one.exchange.is_timed]
+        untimed = [one for one in session.optimizers_of(self.model) if not one.exchange.is_timed]
         for optimizer in untimed:
             optimizer.exchange.is_timed = True
         if untimed:
@@ -78,7 +75,8 @@ class Throughput(RankCallback):
     @override
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._end_training()
-        bytes_sent = sum(one.bytes_per_step for one in optimizers_of(self.model) if one.built)
+        optimizers = session.optimizers_of(self.model)
+        bytes_sent = sum(one.bytes_per_step for one in optimizers if one.built)
         has_trained = self._begin is not None or self._increase is not None
         own = {"bytes_sent": bytes_sent, "has_trained": has_trained, "increase": self._increase}
         ranks = exchange_objects(own, session.of(self.model).wire, "tp.throughput")
@@ -102,7 +100,7 @@ class Throughput(RankCallback):
             self._begin = None
 
     def _totals(self) -> dict[str, float]:
-        timed = [one for one in optimizers_of(self.model) if one.exchange.is_timed]
+        timed = [one for one in session.optimizers_of(self.model) if one.exchange.is_timed]
         # Read the exposed seconds before the clock, because on GPUs the read waits for the step.
         exposed_s = sum(optimizer.exposed_s for optimizer in timed)
         samples = samples_seen(self.model) or 0.0
