@@ -283,13 +283,9 @@ class Checkpoint(RankCallback):
         assign_values([variable for variable, _ in pairs], self._redistributed(snapshot, pairs))
         self._pending_metrics = own["metric"] if batches else []
         self._steps, self._epoch = snapshot.meta["steps"], snapshot.meta["epoch"]
-        self._session.resume_at(snapshot.meta["epoch"], batches)
-        runtime.log_once(
-            "tfposeidon: resumed from %s at epoch %d, batch %d.",
-            self.folder,
-            snapshot.meta["epoch"],
-            batches,
-        )
+        self._session.resume_at(self._epoch, batches)
+        text = "tfposeidon: resumed from %s at epoch %d, batch %d."
+        runtime.log_once(text, self.folder, self._epoch, batches)
 
     def _check_samples(self, snapshot: Snapshot) -> None:
         """Raises `SnapshotError` if resuming within an epoch would skip other samples."""

@@ -101,11 +101,9 @@ class LARS(LayerWiseOptimizer):
                 "`nesterov` requires momentum. Received: nesterov=True, "
                 f"momentum={self.momentum}. Use momentum=0.9, or leave nesterov out."
             )
+        remedy = "Use 0.001, or exclude variables from the ratio."
         self.trust_coefficient = check_number(
-            "trust_coefficient",
-            trust_coefficient,
-            POSITIVE,
-            "Use 0.001, or exclude variables from the ratio.",
+            "trust_coefficient", trust_coefficient, POSITIVE, remedy
         )
         if ratio not in ("sum_of_norms", "norm_of_sum"):
             raise ValueError(

@@ -50,7 +50,11 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     variables = [getattr(variable, "whole", variable) for variable in variables]
     paths = list(map(path_of, variables))
     if exclude is None:
-        return frozenset(i for i, v in enumerate(variables) if _is_scale_or_shift(v))
+        return frozenset(
+            index
+            for index, (variable, path) in enumerate(zip(variables, paths, strict=True))
+            if len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path)
+        )
     found = {repr(p): {i for i, x in enumerate(paths) if re.search(p, x)} for p in exclude}
     unused = [pattern for pattern, indices in found.items() if not indices]
     if unused:
@@ -62,15 +66,8 @@ def excluded_indices(exclude: Exclude, variables: Sequence[Any]) -> frozenset[in
     return frozenset[int]().union(*found.values())
 
 
-def _is_scale_or_shift(variable: Any) -> bool:
-    """Returns whether a variable is a bias or a parameter of a normalization layer."""
-    return len(variable.shape) <= 1 or _SCALE_OR_SHIFT.search(path_of(variable)) is not None
-
-
 def _checked_patterns(patterns: Any) -> tuple[str, ...]:
-    if not isinstance(patterns, list | tuple) or not all(
-        isinstance(pattern, str) for pattern in patterns
-    ):
+    if not (isinstance(patterns, list | tuple) and all(isinstance(p, str) for p in patterns)):
         raise ValueError(
             f"`exclude` must be None, or a list of patterns. Received: exclude={patterns!r}. Use "
             'for example ["bias", "gamma", "beta"], or [] to exclude nothing.'
@@ -177,10 +174,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
     def _direction(
         self, gradient: tf.Tensor, value: tf.Tensor, variable: Any
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Updates moments; returns the step at rate 1 with decay, and a tensor for the ratio.
-
-        The ratio compares the norm of this tensor with the norm of the value.
-        """
+        """Updates moments; returns the step at rate 1 with decay, and a tensor for the ratio."""
 
     def _denominators(self, weights: tf.Tensor, others: tf.Tensor, decays: tf.Tensor) -> tf.Tensor:
         """Returns denominators of ratios; `others` are norms of `_direction`'s second result."""
@@ -249,10 +243,7 @@ class LayerWiseOptimizer(keras.optimizers.Optimizer, abc.ABC):
         """Computes all directions, then all norms, and then moves all variables."""
         variables = [variable for _, variable in pairs]
         gradients = [_dense_gradient(gradient, variable) for gradient, variable in pairs]
-        values = [
-            tf.cast(variable, gradient.dtype)
-            for variable, gradient in zip(variables, gradients, strict=True)
-        ]
+        values = [tf.cast(v, g.dtype) for v, g in zip(variables, gradients, strict=True)]
         found = [self._direction(*each) for each in zip(gradients, values, variables, strict=True)]
         steps = [step for step, _ in found]
         indices = [i for i, variable in enumerate(variables) if not self._is_excluded(variable)]
@@ -289,9 +280,8 @@ def local_norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -
 
 def norm_dtype(rows: Sequence[Sequence[tf.Tensor]]) -> tf.DType:
     """Returns float64 if a tensor has more than 32 bits per element, else float32."""
-    return (
-        tf.float64 if any(tensor.dtype.size > 4 for row in rows for tensor in row) else tf.float32
-    )
+    is_wide = any(tensor.dtype.size > 4 for row in rows for tensor in row)
+    return tf.float64 if is_wide else tf.float32
 
 
 def arithmetic_dtype(dtype: Any) -> tf.DType:

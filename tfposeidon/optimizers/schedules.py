@@ -131,9 +131,7 @@ class PolynomialDecayWithWarmup(keras.optimizers.schedules.LearningRateSchedule)
 
     def _up_to_peak(self, name: str, value: Any) -> float:
         peak = self.peak_learning_rate
-        rule = Range(
-            f"a number in [0, peak_learning_rate={peak}]", lambda rate: 0.0 <= rate <= peak
-        )
+        rule = Range(f"a number in [0, peak_learning_rate={peak}]", lambda x: 0.0 <= x <= peak)
         return check_number(name, value, rule, "Use 0.0, or a higher peak.")
 
 

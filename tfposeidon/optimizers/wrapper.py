@@ -132,12 +132,8 @@ def slots(optimizer: Any) -> list[Any]:
     """Returns a built optimizer's state: its floating-point variables, except learning rates."""
     # Optimizers such as Adam correct the bias of this state with their step counter, so the state
     # is valid only for one value of the counter.
-    return [
-        variable
-        for leaf in leaves(optimizer)
-        for variable in leaf.variables
-        if keras.backend.is_float_dtype(variable.dtype) and variable.name != _RATE
-    ]
+    found = [v for leaf in leaves(optimizer) for v in leaf.variables if v.name != _RATE]
+    return [v for v in found if keras.backend.is_float_dtype(v.dtype)]
 
 
 def rates(optimizer: Any) -> list[Any]:
@@ -261,9 +257,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
                 "The optimizer must be built before its weights are set. Received: an optimizer "
                 "that is not built. Call fit, or optimizer.build(model.trainable_variables), first."
             )
-        wanted, given = (
-            [tuple(array.shape) for array in arrays] for arrays in (self.variables, weights)
-        )
+        wanted = [tuple(variable.shape) for variable in self.variables]
+        given = [tuple(array.shape) for array in weights]
         if wanted != given:
             raise ValueError(
                 "`weights` must contain one array for each of the optimizer's variables, with "

@@ -13,17 +13,27 @@ from tfposeidon.communication.wire import Wire
 from tfposeidon.schemes import stages
 from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.stages import Levels, Stage, Transfer, Work
-from tfposeidon.schemes.wire_format import (
-    WithWireDtype,
-    check_wire_dtype,
-    decode,
-    encode,
-    wire_itemsize,
-)
+from tfposeidon.schemes.wire_format import check_wire_dtype, decode, encode, wire_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllReduce(WithWireDtype, Scheme):
+class _WithWireDtype:
+    """Mix-in for schemes whose only error is the rounding of values that are sent."""
+
+    # This class must precede the scheme's other base class, whose `exact` it overrides.
+    wire_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_wire_dtype(self.wire_dtype)
+
+    @property
+    def exact(self) -> bool:
+        """True if values are sent in the gradient's own dtype."""
+        return self.wire_dtype is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(_WithWireDtype, Scheme):
     """Averages gradients by Horovod's all-reduce (a ring over Gloo, NCCL's choice on GPUs).
 
     Args:
@@ -91,7 +101,7 @@ class _ByLevels(Scheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllToAll(WithWireDtype, _ByLevels):
+class AllToAll(_WithWireDtype, _ByLevels):
     """Averages gradients by all-to-all, local sum and all-gather (ASA of Theano-MPI).
 
     Args:
@@ -119,7 +129,7 @@ class AllToAll(WithWireDtype, _ByLevels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torus2D(WithWireDtype, _ByLevels):
+class Torus2D(_WithWireDtype, _ByLevels):
     """Averages by reduce-scatter in the node, all-reduce across nodes, and all-gather (2DTAR).
 
     With m nodes of n ranks, the ranks at the same position in all nodes all-reduce their shard, so

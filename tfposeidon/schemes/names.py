@@ -13,9 +13,7 @@ from typing import Any
 
 
 def _installed(names: Mapping[str, str]) -> dict[str, str]:
-    packages = {place.rpartition(".")[0] for place in names.values()}
-    missing = {package for package in packages if find_spec(package) is None}
-    return {n: place for n, place in names.items() if place.rpartition(".")[0] not in missing}
+    return {name: place for name, place in names.items() if find_spec(place.rpartition(".")[0])}
 
 
 SCHEMES = _installed(

@@ -219,10 +219,7 @@ class SparseScheme(ResidualScheme):
             )
 
     def _selected_count(self, length: int, steps: tf.Tensor | None = None) -> Any:
-        """Returns the number of elements of a shard that are sent: at least 1 unless it is empty.
-
-        `steps=None` means after the warm-up.
-        """
+        """Returns how many elements of a shard are sent; `steps=None` means after the warm-up."""
         if steps is None or not self.warmup_steps:
             return min(length, max(1, round(self.density * length)))
         progress = tf.clip_by_value(steps / self.warmup_steps, 0.0, 1.0)
@@ -254,10 +251,8 @@ class SparseScheme(ResidualScheme):
         return tf.logical_or(steps < 0.0, self._pairs_outweigh_values(levels, k, longest))
 
     def _scattered_lengths(self, levels: Levels) -> tuple[int, ...]:
-        """Returns the lengths of the shards whose pairs a rank adds: all of the node, or its own.
-
-        Ranks gather pairs in the node if they have fewer bytes than sums, at the final density.
-        """
+        """Returns lengths of the shards whose pairs a rank adds: all of the node, or its own."""
+        # Ranks gather pairs in the node if they have fewer bytes than sums, at the final density.
         lengths, width = levels.node.lengths, pair_bytes(self.wire_dtype)
         pairs = len(levels.topology.nodes) * sum(map(self._selected_count, lengths))
         return lengths if width * pairs < 4 * sum(lengths) else (levels.shard_length,)

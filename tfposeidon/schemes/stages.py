@@ -408,8 +408,7 @@ class Levels:
 
     def stages(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:
         """Describes `own_mean` and `gather`."""
-        options = itemsize, self.topology, wire_dtype
-        scatter = scatter_sum_stages(self.node, *options, "node_scatter")
+        scatter = scatter_sum_stages(self.node, itemsize, self.topology, wire_dtype, "node_scatter")
         return scatter + self.stages_across(itemsize, wire_dtype)
 
     def stages_across(self, itemsize: int, wire_dtype: str | None) -> tuple[Stage, ...]:

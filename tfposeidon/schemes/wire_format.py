@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -12,25 +11,6 @@ from tfposeidon import ops
 
 WIRE_DTYPES = ("float16", "bfloat16")
 """Dtypes to which values may be rounded for sending."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithWireDtype:
-    """Mix-in for schemes whose only error is the rounding of values that are sent.
-
-    It must precede the scheme's other base class, whose `exact` it overrides. Subclasses document
-    `wire_dtype` and its `ValueError`.
-    """
-
-    wire_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        check_wire_dtype(self.wire_dtype)
-
-    @property
-    def exact(self) -> bool:
-        """True if values are sent in the gradient's own dtype."""
-        return self.wire_dtype is None
 
 
 def check_wire_dtype(
