@@ -200,9 +200,7 @@ class Checkpoint(RankCallback):
             "steps": self._steps,
             "steps_per_epoch": self.params.get("steps"),
             "variables": self._variables(),
-            "optimizers": [
-                self._optimizer_meta(held) for held in entries.held_optimizers(self.model)
-            ],
+            "optimizers": list(map(self._optimizer_meta, entries.held_optimizers(self.model))),
         }
         # If ranks train local weights, save the global weights.
         with self._session.global_weights():

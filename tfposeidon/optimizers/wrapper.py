@@ -84,8 +84,7 @@ def _class_and_config(value: Any) -> dict[str, Any]:
     try:
         config = value.get_config()
     except Exception:  # noqa: BLE001, because `get_config` of users' classes may raise any error
-        attributes = vars(value).items()
-        config = {k: v for k, v in attributes if k[0] != "_" and isinstance(v, _Simple)}
+        config = {k: v for k, v in vars(value).items() if k[0] != "_" and isinstance(v, _Simple)}
     # Keras's optimizers include inner optimizers in their configuration; users' own may not.
     saves_others = not config.keys().isdisjoint(("inner_optimizer", "optimizer_map"))
     if isinstance(value, keras.optimizers.Optimizer) and not saves_others:
@@ -241,9 +240,8 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Self:
         """Creates an optimizer from the result of `get_config`; needs no Horovod or launcher."""
-        deserialize = keras.saving.deserialize_keras_object
         objects: dict[str, Any] = {
-            key: deserialize(config[key], custom_objects=custom_objects)
+            key: keras.saving.deserialize_keras_object(config[key], custom_objects=custom_objects)
             for key in cls._serialized
             if key in config
         }
