@@ -15,10 +15,10 @@ import tensorflow as tf
 from typing_extensions import override
 
 from tfposeidon.communication.topology import Topology
-from tfposeidon.communication.wire import Wire, Zeros, opaque, zeros
-from tfposeidon.factors.pairs import FactorPair, FactorShape, Rows, shape_of
+from tfposeidon.communication.wire import Wire, Zeros, opaque
+from tfposeidon.factors.pairs import FactorPair, FactorShape
 from tfposeidon.factors.reader import FactorReader
-from tfposeidon.gradients import Description, Structure
+from tfposeidon.gradients import Description, Structure, as_vector
 from tfposeidon.schemes.base import Scheme, State
 from tfposeidon.schemes.stages import Cost, Stage, renamed, total_cost
 
@@ -40,10 +40,7 @@ class SchemeOfFactors(Scheme):
     def exchange_pairs(
         self, factors: Sequence[FactorPair], rows: tf.Tensor, dtype: str, wire: Wire, name: str
     ) -> tf.Tensor:
-        """Averages a bucket's products over all ranks, and concatenates them.
-
-        `rows` is the bucket's number of batch rows, summed over all ranks, a float32 scalar.
-        """
+        """Averages a bucket's products over all ranks; `rows` are its batch rows on all ranks."""
 
     @override
     def stages(self, length: int, itemsize: int, topology: Topology) -> tuple[Stage, ...]:
@@ -69,16 +66,19 @@ class SchemeOfFactors(Scheme):
         name: str,
         zeros: Zeros,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        pairs = zip(gradients, descriptions, strict=True)
-        factors = [_no_rows(d, zeros) if g is None else g for g, d in pairs]
+        value = zeros["float32"].read_value()[tf.newaxis]
+        factors = [
+            # Contribute no rows without a gradient.
+            self.reader.artificial(d.sized(None), value) if g is None else g
+            for g, d in zip(gradients, descriptions, strict=True)
+        ]
         rows = _summed_rows(factors, weight, wire, name, zeros)
         sent = [_sent(one, weight, zeros) for one in factors]
         mean = self.exchange_pairs(sent, rows, descriptions[0].dtype, wire, name)
         mean = tf.ensure_shape(mean, [sum(d.length for d in descriptions)])
         # The local term is equal on all ranks, so each rank adds it after averaging.
         if any(one.local is not None for one in factors):
-            pairs = zip(factors, descriptions, strict=True)
-            mean += tf.concat([_local(one, d, zeros) for one, d in pairs], 0)
+            mean += as_vector([one.local for one in factors], descriptions, zeros)
         return mean, rows
 
 
@@ -184,17 +184,3 @@ def _sent(factors: FactorPair, weight: tf.Tensor | None, zero: Zeros) -> FactorP
         factors = factors.weighted(weight)
     left, right = (opaque(matrix, zero["int32"]) for matrix in factors.tensors)
     return dataclasses.replace(factors, left=left, right=right)
-
-
-def _no_rows(description: Description, zero: Zeros) -> FactorPair:
-    shape = shape_of(description)
-    value = tf.cast(zero["float32"].read_value(), shape.dtype)
-    if shape.indexed:
-        return Rows(zeros([0], zero["int32"]), zeros([0, shape.right], value), table=shape.left)
-    return FactorPair(zeros([0, shape.left], value), zeros([0, shape.right], value))
-
-
-def _local(factors: FactorPair, description: Description, zero: Zeros) -> tf.Tensor:
-    if factors.local is None:
-        return zeros([description.length], zero[description.dtype])
-    return tf.reshape(tf.cast(factors.local, description.dtype), [-1])

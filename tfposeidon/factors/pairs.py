@@ -70,11 +70,9 @@ class FactorShape:
 
     @property
     def is_sized(self) -> bool:
-        """True if the number of batch rows is known."""
         return self.rows is not None
 
     def sized(self, size: float | None) -> FactorShape:
-        """Returns the shape with `size` batch rows; `None` is an unknown number."""
         return replace(self, rows=size)
 
     def multiplication(self, ranks: int) -> Work:
@@ -127,7 +125,6 @@ class FactorPair:
 
     @property
     def tensors(self) -> list[tf.Tensor]:
-        """Tensors that the exchange reads."""
         return [self.left, self.right]
 
     @property

@@ -34,10 +34,6 @@ from tfposeidon.gradients import Description, of_tensorflow
 log = logging.getLogger("tfposeidon")
 
 
-Found = dict[str, Any]
-"""JSON dictionary of a `FactorShape` and a digest of constants, or `{"why_not": reason}`."""
-
-
 def factors_of(
     gradient: Any, shape: Sequence[int], dtype: str, replicated: Collection[Any]
 ) -> FactorPair:
@@ -204,8 +200,8 @@ class FactorReader:
         gradients: Sequence[Any],
         descriptions: Sequence[Description],
         replicated: Collection[Any],
-    ) -> list[Found]:
-        """Returns the shape of each gradient's factors, or the reason for none, as JSON values."""
+    ) -> list[dict[str, Any]]:
+        """Returns `FactorShape` and digest of constants of each gradient, or `{"why_not": ...}`."""
         pairs = zip(gradients, descriptions, strict=True)
         found = [_factors_or_reason(g, d, replicated) for g, d in pairs]
         return [
@@ -216,14 +212,13 @@ class FactorReader:
         ]
 
     def describe(
-        self, descriptions: Sequence[Description], everybody: Sequence[Sequence[Found]]
+        self, descriptions: Sequence[Description], everybody: Sequence[Sequence[dict[str, Any]]]
     ) -> list[Description]:
-        """Adds to descriptions the factors that all ranks found, or the first reason for none."""
         columns = zip(*everybody, strict=True)
         return [_described(d, found) for d, found in zip(descriptions, columns, strict=True)]
 
     def missing(self, scheme: str, description: Description) -> str:
-        """Returns the error text if no gradient has factors; empty for vectors, such as biases."""
+        # Vectors, such as biases, never have factors.
         if len(description.shape) < 2:
             return ""
         return (
@@ -240,7 +235,6 @@ class FactorReader:
         structured: Mapping[int, Description],
         replicated: Collection[Any],
     ) -> list[Any]:
-        """Reads the factors of gradients that the plan exchanges as factors."""
         return [
             gradient
             if gradient is None or member not in structured
@@ -251,7 +245,6 @@ class FactorReader:
     def check_presence(
         self, structured: Mapping[int, Description], ranks: tf.Tensor, present: tf.Tensor
     ) -> None:
-        """Makes a step fail if ranks disagree on whether a regularized variable has a gradient."""
         # Each rank adds the regularizer's gradient, which it can read only from its own gradient.
         for member, description in structured.items():
             if shape_of(description).has_local:
@@ -288,22 +281,18 @@ class FactorReader:
         return FactorPair(tf.fill([count, shape.left], value), right)
 
 
-def _read(gradient: Any, description: Description, replicated: Collection[Any]) -> FactorPair:
-    if isinstance(gradient, tf.IndexedSlices):
-        return rows_of(gradient, description.shape)
-    return factors_of(gradient, description.shape, description.dtype, replicated)
-
-
 def _factors_or_reason(
     gradient: Any, description: Description, replicated: Collection[Any]
 ) -> FactorPair | str:
     try:
-        return _read(gradient, description, replicated)
+        if isinstance(gradient, tf.IndexedSlices):
+            return rows_of(gradient, description.shape)
+        return factors_of(gradient, description.shape, description.dtype, replicated)
     except NoFactorsError as error:
         return str(error)
 
 
-def _described(description: Description, found: Sequence[Found]) -> Description:
+def _described(description: Description, found: Sequence[dict[str, Any]]) -> Description:
     reasons = (f"{f['why_not']} (rank {rank})" for rank, f in enumerate(found) if "why_not" in f)
     why = next(reasons, "")
     if not why and any(one != found[0] for one in found):

@@ -87,18 +87,15 @@ class Sharded(Policy):
 def clip_by_whole_norms(
     gradients: dict[int, tf.Tensor], sharded: Sequence[int], optimizer: Any, wire: Wire, name: str
 ) -> dict[int, tf.Tensor]:
-    """Clips by norms of whole gradients, and propagates non-finite values to all ranks.
-
-    `gradients` holds this rank's parts at the indices in `sharded`, and whole gradients elsewhere.
-    If the optimizer clips by norm or scales losses, a non-finite part on any rank makes all parts
-    NaN on all ranks, so that all ranks skip the step.
-    """
+    """Clips by norms of whole gradients; `gradients` at the indices in `sharded` are parts."""
+    # If the optimizer clips by norm or scales losses, a non-finite part on any rank makes all parts
+    # NaN on all ranks, so that all ranks skip the step.
     inner = innermost(optimizer)
     limit = inner.clipnorm or inner.global_clipnorm
     has_scale = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not (limit or has_scale):
         return gradients
-    squares = {m: _square(gradient) for m, gradient in gradients.items()}
+    squares = {m: tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for m, g in gradients.items()}
     if sharded:
         # Count non-finite values separately, because squares of finite values may overflow.
         are_finite = [tf.math.is_finite(gradients[m]) for m in sharded]
@@ -123,15 +120,8 @@ def _factor(square: tf.Tensor, limit: tf.Tensor, gradient: tf.Tensor) -> tf.Tens
     return tf.cast(limit / tf.maximum(norm, limit) + (norm - norm), gradient.dtype)
 
 
-def _square(gradient: Any) -> tf.Tensor:
-    return tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
-
-
 def sharded_norms(wire: Wire, is_sharded: Callable[[Any], bool], name: str) -> Norms:
-    """Returns a function that computes norms of variables; ranks sum the squared norms of parts.
-
-    `is_sharded` returns whether ranks hold parts of a variable. `name` names the all-reduce.
-    """
+    """Returns a function that computes norms of variables; ranks sum the squared norms of parts."""
 
     def norms(variables: Sequence[Any], rows: Sequence[Sequence[tf.Tensor]]) -> tf.Tensor:
         own = local_norms(variables, rows)

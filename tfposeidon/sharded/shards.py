@@ -20,7 +20,6 @@ from tfposeidon.communication.wire import Wire, Zeros, exchange_objects, pack, s
 from tfposeidon.exchange import parallel_operator
 from tfposeidon.exchange.exchanger import Afterwards, Exchanger
 from tfposeidon.exchange.means import Means
-from tfposeidon.exchange.plan import Bucket
 from tfposeidon.gradients import describe, distinct_paths, is_overwritten, of_tensorflow
 from tfposeidon.optimizers.layer_wise import LayerWiseOptimizer
 from tfposeidon.optimizers.wrapper import innermost
@@ -67,15 +66,10 @@ class Shard(keras.Variable):
 
 
 class Shards:
-    """Shards of variables that this rank updates.
-
-    The inner optimizer is built on `targets`, and updates them. For each of `variables`, `targets`
-    has a shard, or the whole variable if its scheme is not `OwnParts`.
-    """
+    """Shards of variables that this rank updates; the inner optimizer is built on `targets`."""
 
     def __init__(self, exchanger: Exchanger, variables: Sequence[Any]) -> None:
-        self._exchanger = exchanger
-        self._variables = variables
+        self._exchanger, self._variables = exchanger, variables
         self._buckets = [
             (index, bucket, bucket.scheme)
             for index, bucket in enumerate(exchanger.plan.buckets)
@@ -94,6 +88,7 @@ class Shards:
                 m: Shard(variables[m], max(1, end - begin))
                 for m, (begin, end) in self.parts.items()
             }
+        # Variables whose scheme is not `OwnParts` are whole.
         self.targets = [shards.get(member, variable) for member, variable in enumerate(variables)]
         self.states: list[_ShardState] = []
         # The whole state of one step, by index in the optimizer's variables, if it was gathered or
@@ -126,13 +121,10 @@ class Shards:
         self._inner.load_own_variables = self._load
 
     def use(self, updater: Any) -> Afterwards:
-        """Sets the optimizer that applies gradients: the inner or a loss-scale optimizer.
-
-        Returns the function with which a rank without data joins the collectives of an update. A
-        different optimizer has a different function.
-        """
+        """Sets the optimizer that applies gradients; returns how a rank without data joins."""
         if updater is not self._updater:
             self._updater = updater
+            # Return another function, so that the rank without data traces its part again.
             self._afterwards = functools.partial(self._contribute_nothing)
         return self._afterwards
 
@@ -154,11 +146,10 @@ class Shards:
             yield state.variable, description
 
     def received(self, means: Sequence[Any]) -> list[Any]:
-        """Converts averaged gradients to dense gradients for the inner optimizer.
+        """Converts averaged gradients to dense, clipped gradients for the inner optimizer.
 
         Each result is a vector for a shard, a `[1]` zero if the rank owns no part, or `None` if
-        there is no gradient. Results are clipped by norms of whole gradients, and are NaN if any
-        rank has non-finite values.
+        there is no gradient.
         """
         found: list[Any] = [None if mean is None else tf.convert_to_tensor(mean) for mean in means]
         sharded = [member for member in self.parts if found[member] is not None]
@@ -224,27 +215,25 @@ class Shards:
 
     def _gather_variables(self, constrained: set[int], counts: tf.Tensor | None = None) -> None:
         """Assigns the gathered values to the variables; `counts` is False for a dropped update."""
+        wire = self._exchanger.wire
         for index, bucket, scheme in self._buckets:
-            whole = self._gather_bucket(index, bucket, scheme)
-            for member, value in zip(bucket.members, whole, strict=True):
+            # Leave out targets without a part, which are single zeros.
+            own = [
+                tf.cast(self.targets[member], bucket.dtype)
+                for member in bucket.members
+                if self.parts[member] != (0, 0)
+            ]
+            vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
+            name = f"{self._exchanger.prefix}.bucket_{index}"
+            whole = Levels(bucket.length, wire.topology).gather(vector, wire, name, None)
+            # Call the method of `Scheme`, because `OwnParts.unpack` returns only this rank's parts.
+            values = Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
+            for member, value in zip(bucket.members, values, strict=True):
                 variable = self._variables[member]
                 value = tf.cast(value, variable.dtype)
                 # Constrain whole variables, because a constraint may use norms of the variable.
                 constraint = variable.constraint if member in constrained else None
                 variable.assign(_constrained(value, constraint, counts))
-
-    def _gather_bucket(self, index: int, bucket: Bucket, scheme: OwnParts) -> list[tf.Tensor]:
-        # Leave out targets without a part, which are single zeros.
-        own = [
-            tf.cast(self.targets[member], bucket.dtype)
-            for member in bucket.members
-            if self.parts[member] != (0, 0)
-        ]
-        vector = tf.concat(own, 0) if own else zeros([0], self._zeros[bucket.dtype])
-        wire, name = self._exchanger.wire, f"{self._exchanger.prefix}.bucket_{index}"
-        whole = Levels(bucket.length, wire.topology).gather(vector, wire, name, None)
-        # Call the method of `Scheme`, because `OwnParts.unpack` returns only this rank's parts.
-        return Scheme.unpack(scheme, whole, bucket.descriptions, wire.topology)
 
     def _contribute_nothing(self, means: list[Any]) -> list[Any]:
         """Joins the other ranks' collectives after the exchange, without changing any values."""
@@ -254,7 +243,6 @@ class Shards:
         return means
 
     def gather_state(self, rank: int) -> None:
-        """Gathers the state on one rank; see `ShardedOptimizer.gather_state`."""
         whole = {}
         for number, state in enumerate(self.states):
             value = self._gather(state, f"tp.gather_state_{number}")
@@ -263,7 +251,6 @@ class Shards:
         self._whole = self._step(), whole
 
     def scatter_state(self, rank: int) -> None:
-        """Distributes state that one rank has loaded, if any; all ranks must call this method."""
         wire, whole = self._exchanger.wire, self._current_whole()
         # All ranks must take the same branch, but only one of them has loaded the state.
         if not exchange_objects(bool(whole), wire, "tp.scatter_state")[rank]:
