@@ -1,7 +1,7 @@
 """Starts jobs with `auto` repeatedly, without and with other load, and compares their choices.
 
-    python -m benchmarks.cold_starts           # 10 starts of 3 configurations; 20 minutes
-    python -m benchmarks.cold_starts --full    # also while a process keeps a core busy; 1 hour
+    python -m benchmarks.cold_starts           # 10 starts of 3 configurations; an hour
+    python -m benchmarks.cold_starts --full    # also while a process keeps a core busy; 3 hours
 
 Each start measures the network, decides, and then times five steps with the chosen scheme. Steps
 and times are those of `benchmarks.scaling`. All fixed schemes are measured in two more jobs. Beside
