@@ -138,7 +138,14 @@ class SchemeSchedule(keras.callbacks.Callback):
 
 
 def check_precedes_checkpoint(callback: keras.callbacks.Callback) -> None:
-    """Raises `ValueError` if a callback follows a `Checkpoint` that has resumed the model."""
+    """Raises an error if a callback follows a `Checkpoint` that has resumed the model.
+
+    Args:
+      callback: The callback, at the start of training.
+
+    Raises:
+      ValueError: If the model has already resumed.
+    """
     if session.of(callback.model).is_resumed:
         raise ValueError(
             f"{type(callback).__name__} must come before Checkpoint in the list of callbacks. "
